@@ -1,0 +1,213 @@
+// A doubly linked list of block ids: the order in which free KV-cache blocks are handed out under
+// policy `lru`. Knows neither Python nor vLLM.
+#pragma once
+
+#include <cassert>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#if defined(PYBLOCKPOOL_INTERNAL_CHECKS)
+#include <cstdio>
+#include <cstdlib>
+#define PYBLOCKPOOL_EXPECT(condition)                                                          \
+  do {                                                                                         \
+    if (!(condition)) {                                                                        \
+      std::fprintf(stderr, "%s:%d: broken: %s\n", __FILE__, __LINE__, #condition);             \
+      std::abort();                                                                            \
+    }                                                                                          \
+  } while (false)
+#else
+#define PYBLOCKPOOL_EXPECT(condition) assert(condition)
+#endif
+
+namespace pyblockpool {
+
+using BlockId = std::int32_t;
+
+// Both ends of every list: vLLM's fake head and tail have this block id too.
+inline constexpr BlockId kEnd = -1;
+
+// A stretch of linked ids that is not in the list yet: either spliced into it as a whole or
+// dissolved, so that a bulk call is all or nothing.
+struct Chain {
+  BlockId first = kEnd;
+  BlockId last = kEnd;
+  std::size_t size = 0;
+};
+
+// Let L be the ids reached from the end by following `next` until the end comes again. Between two
+// calls, chains under construction aside:
+//
+//   id in L            <=>  next(id) != kUnlinked
+//   prev(next(id)) == id    for each id in L and for the end
+//   |L| == size()
+//
+// Links of one id share eight bytes, as removal needs both; id -1, the end, has index 0.
+class FreeList {
+ public:
+  // Makes room for the ids 0 ... capacity-1. Ids that are new are unlinked. Throws std::bad_alloc
+  // with nothing changed.
+  void grow(std::size_t capacity) {
+    if (capacity + 1 > links_.size()) links_.resize(capacity + 1, Links{kUnlinked, kUnlinked});
+  }
+
+  std::size_t capacity() const { return links_.size() - 1; }
+  std::size_t size() const { return size_; }
+
+  // True for members of the list and of a chain under construction.
+  bool contains(BlockId id) const { return at(id).next != kUnlinked; }
+
+  BlockId front() const { return next(kEnd); }
+  BlockId back() const { return prev(kEnd); }
+  BlockId next(BlockId id) const { return at(id).next; }
+  BlockId prev(BlockId id) const { return at(id).prev; }
+
+  BlockId pop_front() {
+    const BlockId id = front();
+    PYBLOCKPOOL_EXPECT(id != kEnd);
+    const BlockId after = next(id);
+    join(kEnd, after);
+    at(id).next = kUnlinked;
+    --size_;
+    return id;
+  }
+
+  // Takes the first `count` ids off the list, in order, into `out`.
+  void pop_front_n(std::size_t count, BlockId* out) {
+    PYBLOCKPOOL_EXPECT(count <= size_);
+    BlockId id = front();
+    for (std::size_t i = 0; i < count; ++i) {
+      Links& links = at(id);
+      out[i] = id;
+      id = links.next;
+      links.next = kUnlinked;
+    }
+    join(kEnd, id);
+    size_ -= count;
+  }
+
+  void push_back(BlockId id) {
+    PYBLOCKPOOL_EXPECT(!contains(id));
+    join(back(), id);
+    join(id, kEnd);
+    ++size_;
+  }
+
+  void remove(BlockId id) {
+    PYBLOCKPOOL_EXPECT(id != kEnd && contains(id));
+    Links& links = at(id);
+    join(links.prev, links.next);
+    links.next = kUnlinked;
+    --size_;
+  }
+
+  // Adds an unlinked id at the end of a chain; contains(id) holds from here on, so an id that
+  // comes twice is seen.
+  void extend(Chain& chain, BlockId id) {
+    PYBLOCKPOOL_EXPECT(!contains(id));
+    if (chain.size == 0) {
+      chain.first = id;
+    } else {
+      join(chain.last, id);
+    }
+    at(id).next = kEnd;
+    chain.last = id;
+    ++chain.size;
+  }
+
+  void splice_front(const Chain& chain) {
+    if (chain.size == 0) return;
+    join(chain.last, front());
+    join(kEnd, chain.first);
+    size_ += chain.size;
+  }
+
+  void splice_back(const Chain& chain) {
+    if (chain.size == 0) return;
+    join(back(), chain.first);
+    join(chain.last, kEnd);
+    size_ += chain.size;
+  }
+
+  void dissolve(const Chain& chain) {
+    BlockId id = chain.first;
+    for (std::size_t i = 0; i < chain.size; ++i) {
+      const BlockId after = next(id);
+      at(id).next = kUnlinked;
+      id = after;
+    }
+  }
+
+  // Canonical order: ascending ids. One pass over the array, no sort.
+  void sort_by_id() {
+    BlockId last = kEnd;
+    for (std::size_t index = 1; index < links_.size(); ++index) {
+      if (links_[index].next == kUnlinked) continue;
+      const BlockId id = static_cast<BlockId>(index) - 1;
+      join(last, id);
+      last = id;
+    }
+    join(last, kEnd);
+  }
+
+  // The first broken rule as text, "" if all hold. O(capacity), allocates only to report.
+  std::string check() const {
+    std::size_t walked = 0;
+    for (BlockId id = kEnd;;) {
+      const BlockId after = next(id);
+      if (after < kEnd || static_cast<std::size_t>(after + 1) >= links_.size()) {
+        return "the link after id " + std::to_string(id) + " leads to " + std::to_string(after) +
+               ", outside the list";
+      }
+      if (prev(after) != id) {
+        return "id " + std::to_string(after) + " follows id " + std::to_string(id) +
+               " but links back to " + std::to_string(prev(after));
+      }
+      if (after == kEnd) break;
+      if (++walked > size_) break;
+      id = after;
+    }
+    if (walked != size_) {
+      return "the list says " + std::to_string(size_) + " ids but a walk finds " +
+             (walked > size_ ? "more" : std::to_string(walked));
+    }
+    std::size_t linked = 0;
+    for (std::size_t index = 1; index < links_.size(); ++index) {
+      linked += links_[index].next != kUnlinked ? 1U : 0U;
+    }
+    if (linked != size_) {
+      return std::to_string(linked) + " ids carry links but the list has " +
+             std::to_string(size_);
+    }
+    return {};
+  }
+
+ private:
+  static constexpr BlockId kUnlinked = -2;
+
+  struct Links {
+    BlockId prev;
+    BlockId next;
+  };
+
+  Links& at(BlockId id) {
+    PYBLOCKPOOL_EXPECT(id >= kEnd && static_cast<std::size_t>(id + 1) < links_.size());
+    return links_[static_cast<std::size_t>(id + 1)];
+  }
+  const Links& at(BlockId id) const {
+    PYBLOCKPOOL_EXPECT(id >= kEnd && static_cast<std::size_t>(id + 1) < links_.size());
+    return links_[static_cast<std::size_t>(id + 1)];
+  }
+
+  void join(BlockId before, BlockId after) {
+    at(before).next = after;
+    at(after).prev = before;
+  }
+
+  std::vector<Links> links_ = {Links{kEnd, kEnd}};
+  std::size_t size_ = 0;
+};
+
+}  // namespace pyblockpool

@@ -1,0 +1,758 @@
+# cython: language_level=3, binding=False, embedsignature=True, embedsignature.format=clinic
+"""The native free-block queue: KV-cache blocks <-> block ids, under vLLM's method names.
+
+The order lives in a C++ list of ids; this file is the border between ids and block objects. What
+holds between two calls, besides the rules of the list (free_list.hpp):
+
+    linked(id)                        =>  _blocks[id] is a block whose block_id is id
+    _blocks[id] is b, b's owner is q  =>  b was last admitted by q
+    linked(id)                        =>  owner(_blocks[id]) is self
+    num_free_blocks == size of the list, unless somebody assigned to num_free_blocks
+
+The owner of a block is what its own link slot (`prev_free_block`) holds: a queue of this module.
+It stays there while the block is in use, so popping and appending write to no block at all; whether
+a block is queued, and between which neighbours, is answered from the list when somebody reads
+`prev_free_block` or `next_free_block` (see LinkDescriptor).
+"""
+
+cimport cython
+from cpython.list cimport PyList_GET_SIZE
+from cpython.object cimport PyObject, PyTypeObject
+from libc.stdint cimport int32_t
+from libcpp cimport bool as cpp_bool
+from libcpp.string cimport string
+
+__all__ = ["MAX_BLOCK_ID", "POLICIES", "FreeBlockQueue", "FreeListEnd", "serve_links",
+           "withdraw_links"]
+
+POLICIES = ("lru",)
+
+# Room is made for each id up to the largest: an absurd id would ask for absurd memory.
+MAX_BLOCK_ID = 2**28 - 1
+
+
+cdef extern from "free_list.hpp" namespace "pyblockpool" nogil:
+    ctypedef int32_t BlockId
+    cdef BlockId kEnd
+    cdef cppclass Chain:
+        Chain()
+        size_t size
+    cdef cppclass FreeList:
+        FreeList()
+        void grow(size_t capacity) except +
+        size_t capacity() const
+        size_t size() const
+        cpp_bool contains(BlockId) const
+        BlockId front() const
+        BlockId next(BlockId) const
+        BlockId prev(BlockId) const
+        BlockId pop_front()
+        void pop_front_n(size_t, BlockId*)
+        void push_back(BlockId)
+        void remove(BlockId)
+        void extend(Chain&, BlockId)
+        void splice_front(const Chain&)
+        void splice_back(const Chain&)
+        void dissolve(const Chain&)
+        void sort_by_id()
+        string check() const
+
+
+cdef extern from *:
+    """
+    #include <structmember.h>
+
+    #if defined(__GNUC__) || defined(__clang__)
+    #define PYBLOCKPOOL_PREFETCH(address) __builtin_prefetch(address)
+    #else
+    #define PYBLOCKPOOL_PREFETCH(address) ((void)(address))
+    #endif
+
+    /* Byte offset of the slot behind a member descriptor, -1 for any other object. */
+    static inline Py_ssize_t pyblockpool_slot_offset(PyObject* descriptor) {
+      if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return -1;
+      PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
+      return member->type == T_OBJECT_EX ? member->offset : -1;
+    }
+    """
+    void prefetch "PYBLOCKPOOL_PREFETCH"(void*) nogil
+    Py_ssize_t slot_offset "pyblockpool_slot_offset"(object)
+
+
+cdef extern from "Python.h":
+    void Py_INCREF(PyObject*)
+    void Py_XDECREF(PyObject*)
+    int PyObject_TypeCheck(PyObject*, PyTypeObject*)
+    int PyLong_CheckExact(PyObject*)
+    long PyLong_AsLongAndOverflow(PyObject*, int*)
+    PyObject* PyList_New_raw "PyList_New"(Py_ssize_t) except NULL
+    PyObject* list_item "PyList_GET_ITEM"(PyObject*, Py_ssize_t)
+    void set_list_item "PyList_SET_ITEM"(PyObject*, Py_ssize_t, PyObject*)
+    PyObject* PyObject_GenericGetDict(PyObject*, void*) except NULL
+    PyObject* PyDict_GetItemWithError(PyObject*, PyObject*) except? NULL
+    int PyDict_SetItem(PyObject*, PyObject*, PyObject*) except -1
+
+
+cdef enum:
+    # Ids taken off the list at a time: the loads of all blocks of a chunk are under way before the
+    # first is used, and their headers fit the first-level cache.
+    POP_CHUNK = 128
+    # How many blocks ahead the objects of a batch that is put back are loaded.
+    AHEAD = 8
+
+
+cdef object _MISSING = object()
+
+
+@cython.final
+cdef class BlockLayout:
+    """Where the blocks of one class keep `block_id` and their links.
+
+    Blocks of vLLM 0.18 and later have slots, at fixed offsets; older ones keep everything in
+    `__dict__`, in which case the offsets are -1.
+    """
+    cdef type cls
+    cdef Py_ssize_t id_offset
+    cdef Py_ssize_t prev_offset
+    cdef Py_ssize_t next_offset
+    cdef object original_prev
+    cdef object original_next
+    # Native queues alive that have blocks of this class.
+    cdef Py_ssize_t queues
+
+    cdef PyObject* raw(self, PyObject* block, bint is_next) except? NULL:
+        """The stored link, borrowed; NULL where nothing was stored yet."""
+        cdef Py_ssize_t offset = self.next_offset if is_next else self.prev_offset
+        cdef PyObject* attributes
+        if offset >= 0:
+            return (<PyObject**> (<char*> block + offset))[0]
+        attributes = PyObject_GenericGetDict(block, NULL)
+        # The block keeps its dict alive, and the dict its values.
+        Py_XDECREF(attributes)
+        return PyDict_GetItemWithError(
+            attributes, <PyObject*> ("next_free_block" if is_next else "prev_free_block"))
+
+    cdef int set_raw(self, PyObject* block, bint is_next, object value) except -1:
+        cdef Py_ssize_t offset = self.next_offset if is_next else self.prev_offset
+        cdef PyObject* old
+        cdef PyObject* attributes
+        if offset >= 0:
+            old = (<PyObject**> (<char*> block + offset))[0]
+            Py_INCREF(<PyObject*> value)
+            (<PyObject**> (<char*> block + offset))[0] = <PyObject*> value
+            Py_XDECREF(old)
+            return 0
+        attributes = PyObject_GenericGetDict(block, NULL)
+        Py_XDECREF(attributes)
+        return PyDict_SetItem(
+            attributes, <PyObject*> ("next_free_block" if is_next else "prev_free_block"),
+            <PyObject*> value)
+
+    cdef FreeBlockQueue owner(self, PyObject* block):
+        """The native queue that admitted the block last, or None."""
+        cdef PyObject* held = self.raw(block, False)
+        if held != NULL and isinstance(<object> held, FreeBlockQueue):
+            return <FreeBlockQueue> held
+        return None
+
+
+# Layouts by the class that defines the links. Classes of blocks are few and live as long as vLLM.
+cdef dict _layouts = {}
+
+
+@cython.final
+cdef class LinkDescriptor:
+    """`prev_free_block` or `next_free_block` of a class of blocks, served live.
+
+    For a block that a native queue owns the neighbours are read off the list of that queue, and
+    None when the block is not queued. Any other block behaves as with the descriptor that this one
+    stands for, so a queue in Python beside a native one still works.
+    """
+    cdef BlockLayout layout
+    cdef bint is_next
+
+    def __repr__(self):
+        return f"<native link {'next' if self.is_next else 'prev'}_free_block>"
+
+    def __get__(self, block, owner_class):
+        if block is None:
+            return self
+        self._refuse_stranger(block)
+        cdef FreeBlockQueue queue = self.layout.owner(<PyObject*> block)
+        if queue is not None:
+            return queue._neighbour(block, self.is_next)
+        cdef PyObject* held = self.layout.raw(<PyObject*> block, self.is_next)
+        if held != NULL:
+            return <object> held
+        if self.layout.prev_offset >= 0:
+            raise AttributeError("next_free_block" if self.is_next else "prev_free_block")
+        return None
+
+    def __set__(self, block, value):
+        self._refuse_stranger(block)
+        cdef FreeBlockQueue queue = self.layout.owner(<PyObject*> block)
+        if queue is not None:
+            served = queue._neighbour(block, self.is_next)
+            if value is served:
+                return
+            if served is not None:
+                raise RuntimeError(
+                    f"the links of block {block.block_id} are those of the native queue it is in: "
+                    "use the methods of the queue (remove, append, popleft) to change them")
+            # A queue in Python takes the block over.
+            self.layout.set_raw(<PyObject*> block, False, None)
+        self.layout.set_raw(<PyObject*> block, self.is_next, value)
+
+    cdef int _refuse_stranger(self, block) except -1:
+        # Not isinstance(), which an object may answer as it likes: the slots are read by offset.
+        if self.layout is None or not PyObject_TypeCheck(<PyObject*> block,
+                                                         <PyTypeObject*> self.layout.cls):
+            raise TypeError(f"{self!r} does not apply to a {type(block).__name__!r} object")
+        return 0
+
+
+def serve_links(block_class: type) -> None:
+    """Serve `prev_free_block` and `next_free_block` of a class of blocks from native queues.
+
+    Replaces the two attributes of the class (once; further calls change nothing). A queue does
+    this by itself for the first block of a class that it sees.
+
+    Raises:
+        TypeError: the class has no such links, they are properties of somebody else, or it cannot
+            be changed.
+    """
+    if _layout_of(block_class) is not None:
+        return
+    if not isinstance(block_class, type):
+        raise TypeError(f"{block_class!r} is not a class of KV-cache blocks")
+    home = block_class
+    for base in block_class.__mro__:
+        if "prev_free_block" in vars(base):
+            home = base
+            break
+    cdef BlockLayout layout = BlockLayout.__new__(BlockLayout)
+    layout.cls = home
+    layout.original_prev = vars(home).get("prev_free_block", _MISSING)
+    layout.original_next = vars(home).get("next_free_block", _MISSING)
+    layout.id_offset = slot_offset(getattr(home, "block_id", None))
+    layout.prev_offset = slot_offset(layout.original_prev)
+    layout.next_offset = slot_offset(layout.original_next)
+    if layout.prev_offset < 0 or layout.next_offset < 0:
+        # No slots, so the links are in __dict__, and None or nothing is their default.
+        if not home.__dictoffset__ or not all(
+                link is None or link is _MISSING
+                for link in (layout.original_prev, layout.original_next)):
+            raise TypeError(f"{home.__qualname__} has no links that a queue could serve: it needs "
+                            "prev_free_block and next_free_block as slots, or as plain attributes "
+                            "that default to None")
+        layout.prev_offset = layout.next_offset = -1
+    cdef LinkDescriptor served
+    for name in ("prev_free_block", "next_free_block"):
+        served = LinkDescriptor.__new__(LinkDescriptor)
+        served.layout = layout
+        served.is_next = name == "next_free_block"
+        setattr(home, name, served)
+    _layouts[home] = layout
+
+
+def withdraw_links(block_class: type) -> None:
+    """Undo `serve_links`.
+
+    Raises:
+        RuntimeError: native queues with blocks of this class are alive; nothing is changed.
+    """
+    cdef BlockLayout layout = _layout_of(block_class)
+    if layout is None:
+        return
+    if layout.queues:
+        raise RuntimeError(
+            f"{layout.queues} native queues still have blocks of {layout.cls.__qualname__}: "
+            "drop them (and their pools) first")
+    for name, original in (("prev_free_block", layout.original_prev),
+                           ("next_free_block", layout.original_next)):
+        if original is _MISSING:
+            delattr(layout.cls, name)
+        else:
+            setattr(layout.cls, name, original)
+    del _layouts[layout.cls]
+
+
+cdef BlockLayout _layout_of(block_class):
+    if isinstance(block_class, type):
+        for base in (<type> block_class).__mro__:
+            layout = _layouts.get(base)
+            if layout is not None:
+                return layout
+    return None
+
+
+@cython.final
+cdef class FreeListEnd:
+    """The fake head or tail of a queue: something to link to and to stop at, never a block."""
+    cdef FreeBlockQueue queue
+    cdef bint is_tail
+
+    block_id = -1
+
+    def __repr__(self):
+        return f"<fake {'tail' if self.is_tail else 'head'} of a free-block queue>"
+
+    @property
+    def prev_free_block(self):
+        """Fake tail: the last block, or the fake head. Fake head: None."""
+        if not self.is_tail or self.queue is None or self.queue._tail_is_cut:
+            return None
+        return self.queue._at(self.queue._list.prev(kEnd), False)
+
+    @prev_free_block.setter
+    def prev_free_block(self, value):
+        if self.queue is None:
+            self._refuse()
+        if self.is_tail and value is None:
+            self.queue._tail_is_cut = True
+        elif self.is_tail and value is self.queue._at(self.queue._list.prev(kEnd), False):
+            self.queue._tail_is_cut = False
+        elif self.is_tail or value is not None:
+            self._refuse()
+
+    @property
+    def next_free_block(self):
+        """Fake head: the first block, or the fake tail. Fake tail: None."""
+        if self.is_tail or self.queue is None or self.queue._head_is_cut:
+            return None
+        return self.queue._at(self.queue._list.front(), True)
+
+    @next_free_block.setter
+    def next_free_block(self, value):
+        if self.queue is None:
+            self._refuse()
+        if not self.is_tail and value is None:
+            self.queue._head_is_cut = True
+        elif not self.is_tail and value is self.queue._at(self.queue._list.front(), True):
+            self.queue._head_is_cut = False
+        elif not self.is_tail or value is not None:
+            self._refuse()
+
+    cdef _refuse(self):
+        raise RuntimeError("the ends of a native queue link to its first and last block: use the "
+                           "methods of the queue (append_n, prepend_n, remove) to change them")
+
+
+@cython.final
+cdef class BlockIterator:
+    """The walk of `iter_blocks_after`; holds a place, not a copy."""
+    cdef FreeBlockQueue queue
+    cdef object place
+    cdef bint finished
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.finished and self.queue is not None:
+            after = self.queue._after(self.place)
+            if after is not None:
+                self.place = after
+                return after
+            self.finished = True
+            self.place = None
+        raise StopIteration
+
+
+# The collector breaks the cycle at the list of blocks and at the blocks: a queue that it has already
+# cleared could not answer a block that is looked at later.
+@cython.no_gc_clear
+cdef class FreeBlockQueue:
+    """Free KV-cache blocks in the order in which they are handed out.
+
+    A drop-in for vLLM's `FreeKVCacheBlockQueue`: the same members, the same order under policy
+    `lru`, the same exception types. Where that class silently corrupts itself, this one raises
+    and stays as it was. The specification is `pyblockpool.reference.FreeBlockQueue`.
+
+    Args:
+        blocks: KV-cache blocks (`block_id`, `prev_free_block`, `next_free_block`) in any order,
+            with any ids from 0 to 2**28 - 1, possibly none. A block that is in another native
+            queue leaves it.
+        policy: `"lru"`.
+
+    Raises:
+        ValueError: no such policy.
+        TypeError: something that is not a block.
+        RuntimeError: two blocks with one id, an id out of range, an end of a list.
+    """
+    cdef FreeList _list
+    # Blocks by id, None where an id was never seen. A list, so that the garbage collector sees the
+    # cycle block.pool -> pool -> queue -> block.
+    cdef list _blocks
+    # Of the one class of blocks that this queue holds; None until it has seen a block.
+    cdef BlockLayout _layout
+    cdef cpp_bool _head_is_cut
+    cdef cpp_bool _tail_is_cut
+    cdef public Py_ssize_t num_free_blocks
+    cdef readonly FreeListEnd fake_free_list_head
+    cdef readonly FreeListEnd fake_free_list_tail
+
+    def __cinit__(self, *args, **kwargs):
+        self._blocks = []
+        self.fake_free_list_head = FreeListEnd.__new__(FreeListEnd)
+        self.fake_free_list_head.queue = self
+        self.fake_free_list_tail = FreeListEnd.__new__(FreeListEnd)
+        self.fake_free_list_tail.queue = self
+        self.fake_free_list_tail.is_tail = True
+
+    def __init__(self, blocks, policy: str = "lru"):
+        if policy not in POLICIES:
+            raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
+        if self._list.capacity():
+            raise RuntimeError("FreeBlockQueue.__init__() called twice on one queue")
+        blocks = list(blocks)
+        self._admit(blocks, "FreeBlockQueue", take_over=True)
+        cdef Chain chain
+        if not self._link(blocks, &chain):
+            raise RuntimeError("FreeBlockQueue(): the blocks changed during the call")
+        self._list.splice_back(chain)
+        self.num_free_blocks = PyList_GET_SIZE(blocks)
+
+    def __dealloc__(self):
+        if self._layout is not None:
+            self._layout.queues -= 1
+
+    def __repr__(self):
+        return f"<{type(self).__qualname__} policy=lru free={self._list.size()}>"
+
+    def popleft(self):
+        """Take the first block. ValueError when there is none."""
+        if self._list.size() == 0 or self._head_is_cut:
+            if self.num_free_blocks != 0:
+                raise AssertionError(f"num_free_blocks ({self.num_free_blocks}) is out of sync "
+                                     "with the free list.")
+            raise ValueError("No free blocks available")
+        self._refuse_dying()
+        cdef PyObject* blocks = <PyObject*> self._blocks
+        cdef PyObject* block = list_item(blocks, self._list.pop_front())
+        self.num_free_blocks -= 1
+        # The next call wants the next object: begin to load it now.
+        cdef BlockId front = self._list.front()
+        if front != kEnd:
+            prefetch(list_item(blocks, front))
+        return <object> block
+
+    def popleft_n(self, Py_ssize_t n):
+        """Take the first `n` blocks, in order. AssertionError when there are fewer."""
+        if n < 0:
+            raise ValueError(f"popleft_n({n}): the number of blocks must not be negative")
+        if n == 0:
+            return []
+        if n > self.num_free_blocks:
+            raise AssertionError(f"popleft_n({n}): only {self.num_free_blocks} blocks are free")
+        if self._head_is_cut:
+            raise AssertionError("next_free_block of fake_free_list_head should always exist")
+        if <size_t> n > self._list.size():
+            raise RuntimeError(f"popleft_n({n}): num_free_blocks says {self.num_free_blocks} but "
+                               f"{self._list.size()} blocks are queued")
+        # The only allocation comes first: it may start the garbage collector, and with it code
+        # that changes this queue.
+        cdef PyObject* taken = PyList_New_raw(n)
+        if <size_t> n > self._list.size() or PyList_GET_SIZE(self._blocks) == 0:
+            Py_XDECREF(taken)
+            raise RuntimeError(f"popleft_n({n}): the queue changed during the call")
+        cdef BlockId ids[POP_CHUNK]
+        cdef PyObject* blocks = <PyObject*> self._blocks
+        cdef PyObject* block
+        cdef Py_ssize_t done = 0, chunk, i
+        while done < n:
+            chunk = min(n - done, <Py_ssize_t> POP_CHUNK)
+            self._list.pop_front_n(chunk, ids)
+            for i in range(chunk):
+                prefetch(list_item(blocks, ids[i]))
+            for i in range(chunk):
+                block = list_item(blocks, ids[i])
+                Py_INCREF(block)
+                set_list_item(taken, done + i, block)
+            done += chunk
+        self.num_free_blocks -= n
+        result = <object> taken
+        Py_XDECREF(taken)
+        return result
+
+    def remove(self, block):
+        """Take a block out of the middle. RuntimeError when it is not in this queue."""
+        cdef BlockId id = self._member_id(<PyObject*> block)
+        if id == kEnd:
+            raise RuntimeError(
+                f"remove() called on an invalid block: {block!r}: it is not in this queue")
+        self._list.remove(id)
+        self.num_free_blocks -= 1
+
+    def append(self, block):
+        """Put a block last."""
+        if self._tail_is_cut:
+            raise RuntimeError("prev_free_block of fake_free_list_tail should always exist")
+        cdef BlockId id = self._claim(<PyObject*> block)
+        if id == kEnd:
+            self._admit([block], "append", take_over=False)
+            id = self._claim(<PyObject*> block)
+            if id == kEnd:
+                raise RuntimeError("append(): the block changed during the call")
+        self._list.push_back(id)
+        self.num_free_blocks += 1
+
+    def append_n(self, blocks):
+        """Put blocks last, in the given order; all or none."""
+        cdef Chain chain
+        if len(blocks) and self._tail_is_cut:
+            raise AssertionError("prev_free_block of fake_free_list_tail should always exist")
+        self._link_all(blocks, &chain, "append_n")
+        self._list.splice_back(chain)
+        self.num_free_blocks += <Py_ssize_t> chain.size
+
+    def prepend_n(self, blocks):
+        """Put blocks first, in the given order; all or none."""
+        cdef Chain chain
+        if len(blocks) and self._head_is_cut:
+            raise AssertionError("next_free_block of fake_free_list_head should always exist")
+        self._link_all(blocks, &chain, "prepend_n")
+        self._list.splice_front(chain)
+        self.num_free_blocks += <Py_ssize_t> chain.size
+
+    def get_all_free_blocks(self):
+        """The blocks in the order in which they would be handed out."""
+        if self._head_is_cut:
+            raise RuntimeError("next_free_block of fake_free_list_head should always exist")
+        result = []
+        cdef BlockId id = self._list.front()
+        while id != kEnd:
+            result.append(self._blocks[id])
+            id = self._list.next(id)
+        return result
+
+    def iter_blocks_after(self, cursor):
+        """Lazily, the blocks behind `cursor` (None: all). Nothing if it is not queued here.
+
+        The place is looked up at each step, so the queue may change under the walk; the walk ends
+        when the block it stands on has left the queue.
+        """
+        cdef BlockIterator iterator = BlockIterator.__new__(BlockIterator)
+        iterator.queue = self
+        iterator.place = self.fake_free_list_head if cursor is None else cursor
+        return iterator
+
+    def reorder(self):
+        """Canonical order: ascending block ids. O(largest id)."""
+        self._list.sort_by_id()
+
+    def check(self):
+        """The first broken rule as text, "" if all hold. O(largest id)."""
+        cdef string broken = self._list.check()
+        if broken.size():
+            return broken.decode()
+        if <size_t> PyList_GET_SIZE(self._blocks) != self._list.capacity():
+            return (f"{len(self._blocks)} blocks are known but there is room for "
+                    f"{self._list.capacity()} ids")
+        cdef BlockId id = self._list.front()
+        while id != kEnd:
+            block = self._blocks[id]
+            if block is None:
+                return f"id {id} is queued but has no block"
+            if block.block_id != id:
+                return f"the block at id {id} says that its id is {block.block_id}"
+            if self._member_id(<PyObject*> block) != id:
+                return f"block {id} is queued but another queue owns it"
+            id = self._list.next(id)
+        if <size_t> self.num_free_blocks != self._list.size():
+            return (f"num_free_blocks is {self.num_free_blocks} but "
+                    f"{self._list.size()} are queued")
+        if self._head_is_cut or self._tail_is_cut:
+            return "an end of the list was cut off from outside"
+        return ""
+
+    def stats(self):
+        """Figures of the free list; `runs` and `longest_run` in the order of the queue. O(N)."""
+        cdef Py_ssize_t runs = 0, longest = 0, length = 0
+        cdef BlockId previous = kEnd - 1
+        cdef BlockId id = self._list.front()
+        while id != kEnd:
+            if id == previous + 1:
+                length += 1
+            else:
+                runs += 1
+                length = 1
+            longest = max(longest, length)
+            previous = id
+            id = self._list.next(id)
+        return {
+            "implementation": "native",
+            "policy": "lru",
+            "free": self._list.size(),
+            "known": sum(block is not None for block in self._blocks),
+            "runs": runs,
+            "longest_run": longest,
+        }
+
+    cdef inline BlockId _own_id(self, PyObject* block) noexcept:
+        """Id of a block that this queue owns, queued or not; kEnd for any other object."""
+        cdef BlockLayout layout = self._layout
+        cdef PyObject* boxed
+        cdef int overflow = 0
+        cdef long id
+        if layout is None or not PyObject_TypeCheck(block, <PyTypeObject*> layout.cls):
+            return kEnd
+        if layout.prev_offset < 0 or layout.id_offset < 0:
+            return self._own_id_by_name(block)
+        if (<PyObject**> (<char*> block + layout.prev_offset))[0] != <PyObject*> self:
+            return kEnd
+        boxed = (<PyObject**> (<char*> block + layout.id_offset))[0]
+        if boxed == NULL or not PyLong_CheckExact(boxed):
+            return kEnd
+        id = PyLong_AsLongAndOverflow(boxed, &overflow)
+        if id < 0 or id >= PyList_GET_SIZE(self._blocks):
+            return kEnd
+        return <BlockId> id if list_item(<PyObject*> self._blocks, id) == block else kEnd
+
+    cdef BlockId _own_id_by_name(self, PyObject* block) noexcept:
+        """The same for blocks without slots."""
+        if self._layout.owner(block) is not self:
+            return kEnd
+        block_id = (<object> block).block_id
+        if not isinstance(block_id, int) or not 0 <= block_id < len(self._blocks):
+            return kEnd
+        return <BlockId> block_id if self._blocks[block_id] is <object> block else kEnd
+
+    cdef inline BlockId _member_id(self, PyObject* block) noexcept:
+        """Id of a block that is queued here, else kEnd."""
+        cdef BlockId id = self._own_id(block)
+        return id if id == kEnd or self._list.contains(id) else kEnd
+
+    cdef inline BlockId _claim(self, PyObject* block) noexcept:
+        """Id of a block that this queue owns and that is not queued, else kEnd."""
+        cdef BlockId id = self._own_id(block)
+        return id if id == kEnd or not self._list.contains(id) else kEnd
+
+    cdef bint _link(self, list blocks, Chain* chain) noexcept:
+        """Chain unqueued blocks of ours; False, with nothing changed, where one is not."""
+        cdef PyObject* items = <PyObject*> blocks
+        cdef Py_ssize_t n = PyList_GET_SIZE(blocks), i
+        cdef BlockId id
+        for i in range(n):
+            if i + AHEAD < n:
+                prefetch(list_item(items, i + AHEAD))
+            id = self._claim(list_item(items, i))
+            if id == kEnd:
+                self._list.dissolve(chain[0])
+                chain[0] = Chain()
+                return False
+            self._list.extend(chain[0], id)
+        return True
+
+    cdef int _link_all(self, blocks, Chain* chain, str verb) except -1:
+        cdef list batch = <list> blocks if type(blocks) is list else list(blocks)
+        if self._link(batch, chain):
+            return 0
+        # Blocks never seen, or mistakes: sorted out with no chain under construction.
+        self._admit(batch, verb, take_over=False)
+        if not self._link(batch, chain):
+            raise RuntimeError(f"{verb}(): the blocks changed during the call")
+        return 0
+
+    cdef int _admit(self, list blocks, str verb, bint take_over) except -1:
+        """Make all blocks unqueued blocks of this queue, or raise with nothing changed.
+
+        With `take_over`, blocks that are queued in another native queue leave it.
+        """
+        cdef dict batch = {}
+        cdef FreeBlockQueue owner
+        cdef BlockLayout layout = self._layout
+        for block in blocks:
+            block_id = self._checked_id(block, verb)
+            if layout is None:
+                layout = _layout_of(type(block))
+            elif layout is not _layout_of(type(block)):
+                raise TypeError(f"{verb}(): this queue holds blocks of the class "
+                                f"{layout.cls.__qualname__}, not {type(block).__qualname__}")
+            known = self._blocks[block_id] if block_id < len(self._blocks) else None
+            if (known is not None and known is not block) or (
+                    batch.get(block_id, block) is not block):
+                raise RuntimeError(f"{verb}(): block {block_id} is foreign: this queue has "
+                                   f"another block with id {block_id}")
+            if block_id in batch:
+                raise RuntimeError(f"{verb}(): block {block_id} comes twice in one call")
+            batch[block_id] = block
+            if take_over:
+                continue
+            owner = layout.owner(<PyObject*> block)
+            if owner is self and self._member_id(<PyObject*> block) != kEnd:
+                raise RuntimeError(f"{verb}(): block {block_id} is already queued")
+            if block.prev_free_block is not None or block.next_free_block is not None:
+                raise RuntimeError(f"{verb}(): block {block_id} is queued in another queue")
+        if batch:
+            self._make_room(max(batch) + 1)
+        for block_id, block in batch.items():
+            owner = layout.owner(<PyObject*> block)
+            if owner is not None and owner._member_id(<PyObject*> block) != kEnd:
+                owner.remove(block)
+            layout.set_raw(<PyObject*> block, False, self)
+            layout.set_raw(<PyObject*> block, True, None)
+            self._blocks[block_id] = block
+        if self._layout is None and layout is not None:
+            self._layout = layout
+            layout.queues += 1
+        return 0
+
+    cdef int _make_room(self, Py_ssize_t capacity) except -1:
+        """Room for the ids below `capacity`, or MemoryError with nothing changed."""
+        cdef Py_ssize_t before = PyList_GET_SIZE(self._blocks)
+        if capacity <= before:
+            return 0
+        self._blocks.extend([None] * (capacity - before))
+        try:
+            self._list.grow(capacity)
+        except MemoryError:
+            del self._blocks[before:]
+            raise
+        return 0
+
+    cdef object _checked_id(self, block, str verb):
+        """The id of something that could be a block of this queue, its class prepared."""
+        if type(block) is FreeListEnd:
+            raise RuntimeError(f"{verb}(): an end of a free list (block id -1) is not a block")
+        if _layout_of(type(block)) is None:
+            for name in ("block_id", "prev_free_block", "next_free_block"):
+                if not hasattr(block, name):
+                    raise TypeError(f"{verb}(): {type(block).__name__} is not a KV-cache block")
+            serve_links(type(block))
+        block_id = block.block_id
+        if not isinstance(block_id, int):
+            raise TypeError(f"{verb}(): block id {block_id!r} is not an int")
+        if not 0 <= block_id <= MAX_BLOCK_ID:
+            raise RuntimeError(f"{verb}(): block id {block_id} is not in 0...{MAX_BLOCK_ID}")
+        return block_id
+
+    cdef object _neighbour(self, block, bint is_next):
+        """The live link of a block of this queue: a block, an end, or None when not queued."""
+        cdef BlockId id = self._member_id(<PyObject*> block)
+        if id == kEnd:
+            return None
+        return self._at(self._list.next(id) if is_next else self._list.prev(id), is_next)
+
+    cdef object _at(self, BlockId id, bint is_next):
+        if id == kEnd:
+            return self.fake_free_list_tail if is_next else self.fake_free_list_head
+        return self._blocks[id]
+
+    cdef object _after(self, place):
+        """The block behind a queued block or the fake head, None if there is none."""
+        cdef BlockId id
+        if place is self.fake_free_list_head:
+            id = kEnd if self._head_is_cut else self._list.front()
+        else:
+            id = self._member_id(<PyObject*> place)
+            if id == kEnd:
+                return None
+            id = self._list.next(id)
+        return None if id == kEnd else self._blocks[id]
+
+    cdef int _refuse_dying(self) except -1:
+        # The garbage collector empties the list of blocks of a queue that it destroys.
+        if PyList_GET_SIZE(self._blocks) == 0:
+            raise RuntimeError("this queue is being destroyed")
+        return 0
