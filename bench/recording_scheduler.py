@@ -1,7 +1,8 @@
 """A vLLM scheduler that writes down, from inside the engine core, what the block queue did.
 
-Use it through vLLM's own extension point: ``scheduler_cls="recording_scheduler.RecordingScheduler"`` with this
-folder on ``PYTHONPATH``, and the name of the file to append to in ``PYBLOCKPOOL_RECORD``. One JSON object a line:
+Use it through vLLM's own extension point: ``scheduler_cls="recording_scheduler.RecordingScheduler"``
+with this folder on ``PYTHONPATH``, and the name of the file to append to in ``PYBLOCKPOOL_RECORD``.
+One JSON object a line:
 
     engine   once, at start: process id, class of the free-block queue, size of the pool
     request  per finished request, the moment before its blocks are freed: its block tables
@@ -11,6 +12,7 @@ folder on ``PYTHONPATH``, and the name of the file to append to in ``PYBLOCKPOOL
 import hashlib
 import json
 import os
+from pathlib import Path
 from typing import Any
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -28,9 +30,10 @@ class RecordingScheduler(Scheduler):  # type: ignore[misc, unused-ignore]
         return recorder
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
+        if RECORD_VARIABLE not in os.environ:
+            raise RuntimeError(f"RecordingScheduler needs the name of a file in {RECORD_VARIABLE}.")
         super().__init__(*args, **kwargs)
-        # Line buffered: a reader that has seen a call return finds its line in the file.
-        self._record = open(os.environ[RECORD_VARIABLE], "a", buffering=1, encoding="utf-8")
+        self._record = Path(os.environ[RECORD_VARIABLE])
         pool = self.kv_cache_manager.block_pool
         queue_class = type(pool.free_block_queue)
         header = {
@@ -72,7 +75,9 @@ class RecordingScheduler(Scheduler):  # type: ignore[misc, unused-ignore]
         return success
 
     def _write(self, line: dict[str, Any]) -> None:
-        self._record.write(json.dumps(line) + "\n")
+        # Written and closed at once: who has seen a call return finds its line in the file.
+        with self._record.open("a", encoding="utf-8") as record:
+            record.write(json.dumps(line) + "\n")
 
 
 class RecordingAsyncScheduler(RecordingScheduler, AsyncScheduler):  # type: ignore[misc, unused-ignore]

@@ -1,11 +1,43 @@
-"""Writes a tiny Llama to disk, so that a real vLLM engine has something to serve without a download."""
+"""A tiny Llama on disk, so that a real vLLM engine has something to serve without a download."""
 
 import json
 import math
+import os
 from pathlib import Path
 
-import torch
-from safetensors.torch import save_file
+BENCH = Path(__file__).resolve().parent
+BLOCK_SIZE = 32  # tokens; vLLM's CPU attention wants a multiple of 32
+
+#: What vLLM's CPU engine needs to serve it, as arguments of ``vllm.LLM``.
+ENGINE_OPTIONS = {
+    "skip_tokenizer_init": True,
+    "dtype": "float32",
+    "enforce_eager": True,
+    "block_size": BLOCK_SIZE,
+    "disable_log_stats": False,  # for the time stamps of the requests
+    # A fixed size: otherwise vLLM claims 92 % of the machine, and fails where that is not free.
+    "kv_cache_memory_bytes": 1 << 28,
+    "scheduler_cls": "recording_scheduler.RecordingScheduler",
+}
+
+
+def engine_environment(record: Path, block_queue: str | None) -> dict[str, str]:
+    """This process's environment, for an engine that writes to ``record`` under this block queue.
+
+    ``block_queue`` is a value of ``VLLM_BLOCK_QUEUE``; None leaves it unset.
+    """
+    environment = dict(os.environ)
+    environment.pop("VLLM_BLOCK_QUEUE", None)
+    if block_queue is not None:
+        environment["VLLM_BLOCK_QUEUE"] = block_queue
+    # The engine core is a spawned process: it finds the recording scheduler through PYTHONPATH.
+    search_path = [str(BENCH), *filter(None, [environment.get("PYTHONPATH")])]
+    return environment | {
+        "PYTHONPATH": os.pathsep.join(search_path),
+        "PYBLOCKPOOL_RECORD": str(record),
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
 
 
 def write_tiny_llama(
@@ -22,11 +54,14 @@ def write_tiny_llama(
     """Writes ``config.json`` and seeded float32 weights to ``directory`` and returns it.
 
     There is no tokenizer: use ``skip_tokenizer_init=True`` and prompts of token ids below
-    ``vocabulary``. ``load_format="dummy"`` works too, but vLLM's dummy weights are so small that all
-    tokens are equally likely whatever the KV cache holds. A test that compares tokens would then
-    compare nothing but the random seeds, so the weights here are of a size that makes the tokens depend
-    on the prompt.
+    ``vocabulary``. ``load_format="dummy"`` works too, but vLLM's dummy weights are so small that
+    all tokens are equally likely whatever the KV cache holds. A test that compares tokens would
+    then compare nothing but the random seeds, so the weights here are of a size that makes the
+    tokens depend on the prompt.
     """
+    import torch  # here: who only wants the options above need not wait for it
+    from safetensors.torch import save_file
+
     directory.mkdir(parents=True, exist_ok=True)
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -67,8 +102,8 @@ def write_tiny_llama(
         weights |= {
             f"{block}.input_layernorm.weight": torch.ones(hidden),
             f"{block}.post_attention_layernorm.weight": torch.ones(hidden),
-            # Queries four times as large as usual: heads that pick single tokens out of a long prompt,
-            # so that one wrong block is not averaged away.
+            # Queries four times as large as usual: heads that pick single tokens out of a long
+            # prompt, so that one wrong block is not averaged away.
             f"{block}.self_attn.q_proj.weight": matrix(hidden, hidden, gain=4.0),
             f"{block}.self_attn.k_proj.weight": matrix(kv_hidden, hidden),
             f"{block}.self_attn.v_proj.weight": matrix(kv_hidden, hidden),

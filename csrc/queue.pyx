@@ -609,6 +609,19 @@ cdef class FreeBlockQueue:
             return kEnd
         return <BlockId> id if list_item(<PyObject*> self._blocks, id) == block else kEnd
 
+    cdef inline void _load_links(self, PyObject* block) noexcept:
+        """Begin to load what _own_id() reads of a block: its head and its link slot."""
+        prefetch(block)
+        if self._layout is not None and self._layout.prev_offset > 0:
+            prefetch(<char*> block + self._layout.prev_offset)
+
+    cdef inline void _load_id(self, PyObject* block) noexcept:
+        """Begin to load the int that is the id of a block, whose head is loaded by now."""
+        cdef BlockLayout layout = self._layout
+        if (layout is not None and layout.id_offset > 0
+                and PyObject_TypeCheck(block, <PyTypeObject*> layout.cls)):
+            prefetch((<PyObject**> (<char*> block + layout.id_offset))[0])
+
     cdef BlockId _own_id_by_name(self, PyObject* block) noexcept:
         """The same for blocks without slots."""
         if self._layout.owner(block) is not self:
@@ -634,8 +647,10 @@ cdef class FreeBlockQueue:
         cdef Py_ssize_t n = PyList_GET_SIZE(blocks), i
         cdef BlockId id
         for i in range(n):
+            if i + 2 * AHEAD < n:
+                self._load_links(list_item(items, i + 2 * AHEAD))
             if i + AHEAD < n:
-                prefetch(list_item(items, i + AHEAD))
+                self._load_id(list_item(items, i + AHEAD))
             id = self._claim(list_item(items, i))
             if id == kEnd:
                 self._list.dissolve(chain[0])

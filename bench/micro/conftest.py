@@ -1,0 +1,98 @@
+"""Rivals, pools and the table of ratios for the micro benchmarks."""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from statistics import median
+from typing import Any
+
+import pytest
+from rich.console import Console
+from rich.table import Table
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+from pyblockpool import FreeBlockQueue
+
+NUM_BLOCKS = 100_000
+RIVALS = {"vllm": FreeKVCacheBlockQueue, "native": FreeBlockQueue}
+# What the project set out to reach, as a ratio to vLLM's class in the same run.
+TARGETS = {
+    "popleft_n+append_n 512, id order": 6.0,
+    "popleft_n+append_n 512, shuffled": 4.0,
+    "popleft+append, id order": 4.0,
+    "remove+append, id order": 2.0,
+    "reorder, shuffled": 100.0,
+}
+
+
+@pytest.fixture(params=range(3), ids=lambda repeat: f"repeat{repeat}")
+def repeat(request: pytest.FixtureRequest) -> int:
+    """Outermost parameter: the rivals take turns, so that drift of the machine hits both."""
+    return int(request.param)
+
+
+@pytest.fixture(params=["id order", "shuffled"], ids=["id_order", "shuffled"])
+def order(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=sorted(RIVALS, reverse=True))
+def rival(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def ids(order: str) -> list[int]:
+    """The block ids of a pool of NUM_BLOCKS in the order of its queue."""
+    ids = list(range(NUM_BLOCKS))
+    if order == "shuffled":
+        random.Random(40244).shuffle(ids)
+    return ids
+
+
+@pytest.fixture
+def make_queue(rival: str) -> Callable[[Sequence[int]], Any]:
+    """A queue of fresh blocks, made in id order as vLLM's pool makes them."""
+
+    def make(ids: Sequence[int]) -> Any:
+        blocks = [KVCacheBlock(block_id) for block_id in range(len(ids))]
+        return RIVALS[rival]([blocks[block_id] for block_id in ids])
+
+    return make
+
+
+def pytest_benchmark_update_json(
+    config: pytest.Config, benchmarks: list[Any], output_json: dict[str, Any]
+) -> None:
+    wrong = [b["name"] for b in output_json["benchmarks"] if not b["extra_info"].get("correct")]
+    if wrong:
+        raise RuntimeError(f"benchmarks with a wrong or unchecked answer: {', '.join(wrong)}")
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    session = getattr(terminalreporter.config, "_benchmarksession", None)
+    times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for bench in session.benchmarks if session else ():
+        info = bench.extra_info
+        if info.get("correct"):
+            times[info["operation"]][info["rival"]].append(
+                bench.stats.median / info["blocks_a_round"]
+            )
+    if not times:
+        return
+    table = Table(title="native against vLLM's class: ns a block, median of interleaved repeats")
+    for column in ("operation", "vllm", "native", "ratio", "to reach"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for operation, by_rival in times.items():
+        theirs, ours = (median(by_rival[name]) * 1e9 for name in ("vllm", "native"))
+        target = TARGETS.get(operation)
+        table.add_row(
+            operation,
+            f"{theirs:.1f}",
+            f"{ours:.2f}",
+            f"{theirs / ours:.1f}x",
+            f"{target:.0f}x" if target else "",
+        )
+    Console().print(table)

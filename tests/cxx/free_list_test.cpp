@@ -1,0 +1,154 @@
+// The C++ list against std::list, step by step. Built with PYBLOCKPOOL_INTERNAL_CHECKS it also
+// proves that no precondition is broken on the way.
+#include "free_list.hpp"
+
+#include <algorithm>
+#include <cstdlib>
+#include <iostream>
+#include <iterator>
+#include <list>
+#include <random>
+#include <string>
+#include <vector>
+
+namespace {
+
+using pyblockpool::BlockId;
+using pyblockpool::Chain;
+using pyblockpool::FreeList;
+using pyblockpool::kEnd;
+
+void require(bool condition, const std::string& what) {
+  if (condition) return;
+  std::cerr << "FAILED: " << what << '\n';
+  std::exit(1);
+}
+
+std::vector<BlockId> order_of(const FreeList& list) {
+  std::vector<BlockId> order;
+  for (BlockId id = list.front(); id != kEnd; id = list.next(id)) order.push_back(id);
+  return order;
+}
+
+void require_same(const FreeList& list, const std::list<BlockId>& expected,
+                  const std::string& after) {
+  require(list.check().empty(), after + ": " + list.check());
+  require(list.size() == expected.size(), after + ": size");
+  require(order_of(list) == std::vector<BlockId>(expected.begin(), expected.end()),
+          after + ": order");
+  require(list.back() == (expected.empty() ? kEnd : expected.back()), after + ": back");
+}
+
+void random_program(unsigned seed) {
+  std::mt19937 random(seed);
+  const auto below = [&random](std::size_t limit) {
+    return std::uniform_int_distribution<std::size_t>(0, limit - 1)(random);
+  };
+  FreeList list;
+  std::list<BlockId> expected;
+  std::vector<BlockId> in_use;
+  const auto grow = [&] {
+    const std::size_t before = list.capacity();
+    list.grow(before + 1 + below(20));
+    for (std::size_t id = before; id < list.capacity(); ++id) {
+      in_use.push_back(static_cast<BlockId>(id));
+    }
+  };
+  grow();
+  for (int step = 0; step < 2000; ++step) {
+    std::string what = "seed " + std::to_string(seed) + " step " + std::to_string(step) + " ";
+    switch (below(8)) {
+      case 0:
+        if (expected.empty()) continue;
+        what += "pop_front";
+        require(list.pop_front() == expected.front(), what);
+        in_use.push_back(expected.front());
+        expected.pop_front();
+        break;
+      case 1: {
+        what += "pop_front_n";
+        std::vector<BlockId> taken(below(expected.size() + 1));
+        list.pop_front_n(taken.size(), taken.data());
+        for (const BlockId id : taken) {
+          require(id == expected.front(), what);
+          expected.pop_front();
+          in_use.push_back(id);
+        }
+        break;
+      }
+      case 2: {
+        if (expected.empty()) continue;
+        what += "remove";
+        const auto victim = std::next(expected.begin(),
+                                      static_cast<std::ptrdiff_t>(below(expected.size())));
+        list.remove(*victim);
+        in_use.push_back(*victim);
+        expected.erase(victim);
+        break;
+      }
+      case 3:
+        if (in_use.empty()) continue;
+        what += "push_back";
+        list.push_back(in_use.back());
+        expected.push_back(in_use.back());
+        in_use.pop_back();
+        break;
+      case 4:
+      case 5: {
+        what += "splice";
+        std::shuffle(in_use.begin(), in_use.end(), random);
+        Chain chain;
+        std::vector<BlockId> batch;
+        for (std::size_t n = below(in_use.size() + 1); n > 0; --n) {
+          batch.push_back(in_use.back());
+          in_use.pop_back();
+          require(!list.contains(batch.back()), what);
+          list.extend(chain, batch.back());
+          require(list.contains(batch.back()), what);
+        }
+        switch (below(3)) {
+          case 0:
+            list.splice_front(chain);
+            expected.insert(expected.begin(), batch.begin(), batch.end());
+            break;
+          case 1:
+            list.splice_back(chain);
+            expected.insert(expected.end(), batch.begin(), batch.end());
+            break;
+          default:
+            list.dissolve(chain);
+            in_use.insert(in_use.end(), batch.begin(), batch.end());
+        }
+        break;
+      }
+      case 6:
+        what += "sort_by_id";
+        list.sort_by_id();
+        expected.sort();
+        break;
+      default:
+        what += "grow";
+        if (list.capacity() < 200) grow();
+    }
+    require_same(list, expected, what);
+  }
+}
+
+void empty_list() {
+  FreeList list;
+  require(list.front() == kEnd && list.back() == kEnd, "an empty list is its own end");
+  list.sort_by_id();
+  list.splice_front(Chain{});
+  list.splice_back(Chain{});
+  list.dissolve(Chain{});
+  list.grow(0);
+  require_same(list, {}, "empty");
+}
+
+}  // namespace
+
+int main() {
+  empty_list();
+  for (unsigned seed = 0; seed < 40; ++seed) random_program(seed);
+  std::cout << "free_list: all programs agree with std::list\n";
+}

@@ -1,0 +1,378 @@
+"""What only the native class has to answer for: memory, references, and the links of a class."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import inspect
+import pickle
+import sys
+import tracemalloc
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from implementations import QUEUES, DictBlock, SlotBlock, assert_order, ids, walk
+
+import pyblockpool
+from pyblockpool import FreeBlockQueue, reference
+from pyblockpool._queue import MAX_BLOCK_ID, FreeListEnd, serve_links, withdraw_links
+
+
+class Pool:
+    """Stands for vLLM's pool: blocks know it, it knows the queue, the queue knows the blocks."""
+
+    def __init__(self, block_class: Any, n: int) -> None:
+        self.blocks = [block_class(i) for i in range(n)]
+        for block in self.blocks:
+            block.pool = self
+        self.queue = FreeBlockQueue(self.blocks)
+
+
+@pytest.mark.parametrize("block_class", [SlotBlock, DictBlock])
+@pytest.mark.parametrize("in_use", [0, 3, 8])
+def test_a_dropped_pool_is_collected(block_class: Any, in_use: int) -> None:
+    pool = Pool(block_class, 8)
+    pool.queue.popleft_n(in_use)
+    gone = weakref.ref(pool)
+    del pool
+    gc.collect()
+    assert gone() is None
+
+
+def test_an_empty_queue_is_collected() -> None:
+    class Watched(FreeBlockQueue):
+        pass
+
+    queue = Watched([])
+    gone = weakref.ref(queue)
+    del queue
+    gc.collect()
+    assert gone() is None
+
+
+def test_looking_at_links_while_the_collector_runs_does_not_crash() -> None:
+    """A finalizer sees a block whose queue the collector has begun to take apart."""
+    seen = []
+
+    class Nosy:
+        def __init__(self, pool: Pool) -> None:
+            self.pool = pool
+
+        def __del__(self) -> None:
+            block = self.pool.blocks[3]
+            seen.append((block.next_free_block.block_id, self.pool.queue.popleft().block_id))
+
+    pool = Pool(SlotBlock, 6)
+    pool.nosy = Nosy(pool)  # type: ignore[attr-defined]
+    del pool
+    gc.collect()
+    assert seen == [(4, 0)]
+
+
+def test_a_queue_whose_list_of_blocks_was_emptied_refuses() -> None:
+    """What the collector does to the queue, done by hand."""
+    queue = FreeBlockQueue([SlotBlock(i) for i in range(4)])
+    held = queue.get_all_free_blocks()
+    inside = next(x for x in gc.get_referents(queue) if isinstance(x, list))
+    inside.clear()
+    for call in (queue.popleft, lambda: queue.popleft_n(2), lambda: queue.remove(held[0])):
+        with pytest.raises(RuntimeError):
+            call()
+    with pytest.raises((RuntimeError, IndexError)):
+        queue.get_all_free_blocks()
+    assert held[1].next_free_block is None
+    assert queue.check() != ""
+
+
+@pytest.mark.parametrize("block_class", [SlotBlock, DictBlock])
+def test_reference_counts_stay_flat(block_class: Any) -> None:
+    made = [block_class(i) for i in range(8)]
+    queue = FreeBlockQueue(made)
+
+    def program() -> None:
+        queue.append_n(queue.popleft_n(5))
+        queue.append(queue.popleft())
+        queue.remove(made[3])
+        queue.prepend_n([made[3]])
+        list(queue.iter_blocks_after(made[2]))
+        walk(queue)
+        queue.get_all_free_blocks()
+        queue.reorder()
+        queue.check()
+        queue.stats()
+        for mistake in (
+            lambda: queue.append(made[1]),
+            lambda: queue.append_n([block_class(20), made[1]]),
+            lambda: queue.prepend_n([block_class(1)]),
+            lambda: queue.popleft_n(100),
+            lambda: queue.popleft_n(-1),
+            lambda: queue.remove(block_class(2)),
+            lambda: setattr(made[1], "next_free_block", None),
+        ):
+            with pytest.raises((RuntimeError, AssertionError, ValueError)):
+                mistake()
+
+    program()
+    gc.collect()
+    before = [sys.getrefcount(x) for x in (*made, queue, None, queue.fake_free_list_head)]
+    for _ in range(50):
+        program()
+    gc.collect()
+    after = [sys.getrefcount(x) for x in (*made, queue, None, queue.fake_free_list_head)]
+    none = len(made) + 1
+    assert abs(after.pop(none) - before.pop(none)) < 25  # None is shared with everybody
+    assert after == before
+
+
+def test_no_object_is_made_per_operation() -> None:
+    made = [SlotBlock(i) for i in range(64)]
+    queue = FreeBlockQueue(made)
+    gc.collect()
+    gc.disable()
+    try:
+        before = gc.get_count()[0]
+        for _ in range(250_000):
+            queue.append(queue.popleft())
+            queue.remove(made[5])
+            queue.append(made[5])
+        assert gc.get_count()[0] - before < 10
+    finally:
+        gc.enable()
+
+
+def test_memory_beside_the_list_of_blocks() -> None:
+    """At most 16 bytes a block, of which Python's allocator sees only the list."""
+    n = 200_000
+    made = [SlotBlock(i) for i in range(n)]
+    resident_before = _resident_bytes()
+    queue = FreeBlockQueue(made)
+    grown = _resident_bytes() - resident_before
+    list_of_blocks = 8 * n
+    # Each slot also holds a reference to the queue, which takes no memory of its own. A page or
+    # two of slack, and the transient dict of the constructor, which malloc may keep.
+    assert grown < list_of_blocks + 16 * n + 14 * 2**20
+    tracemalloc.start()
+    queue.append_n(queue.popleft_n(n))
+    assert tracemalloc.get_traced_memory()[0] < 2**16
+    tracemalloc.stop()
+
+
+def _resident_bytes() -> int:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+
+@pytest.fixture
+def fresh_class() -> Iterator[Any]:
+    """A class of blocks that no queue has seen."""
+
+    @dataclass(slots=True)
+    class Fresh:
+        block_id: int
+        prev_free_block: Any = None
+        next_free_block: Any = None
+
+    yield Fresh
+
+
+def test_serving_and_withdrawing_links(fresh_class: Any) -> None:
+    stored = dict(vars(fresh_class))
+    queue = FreeBlockQueue([fresh_class(0)])
+    assert vars(fresh_class)["prev_free_block"] is not stored["prev_free_block"]
+    serve_links(fresh_class)  # a second time changes nothing
+    with pytest.raises(RuntimeError, match="1 native queues still have blocks"):
+        withdraw_links(fresh_class)
+    assert walk(queue) == [0]
+    del queue
+    gc.collect()
+    withdraw_links(fresh_class)
+    withdraw_links(fresh_class)
+    assert dict(vars(fresh_class)) == stored
+    block = fresh_class(1)
+    block.next_free_block = "as before"
+    assert block.next_free_block == "as before"
+
+
+def test_a_class_without_defaults_gets_its_attributes_deleted_again() -> None:
+    class Plain:
+        def __init__(self, block_id: int) -> None:
+            self.block_id = block_id
+            self.prev_free_block = self.next_free_block = None
+
+    queue = FreeBlockQueue([Plain(0), Plain(1)])
+    assert_order(queue, [0, 1])
+    del queue
+    gc.collect()
+    withdraw_links(Plain)
+    assert "prev_free_block" not in vars(Plain)
+
+
+@pytest.mark.parametrize("thing", [int, "no class", object()])
+def test_links_of_something_else_are_refused(thing: Any) -> None:
+    with pytest.raises(TypeError):
+        serve_links(thing)
+
+
+def test_links_that_are_properties_are_refused() -> None:
+    class Propertied:
+        block_id = 3
+        prev_free_block = property(lambda self: None)
+        next_free_block = property(lambda self: None)
+
+    with pytest.raises(TypeError, match="no links that a queue could serve"):
+        FreeBlockQueue([Propertied()])
+    assert isinstance(vars(Propertied)["next_free_block"], property)
+
+
+def test_a_class_that_cannot_be_changed_is_refused() -> None:
+    with pytest.raises(TypeError):
+        serve_links(FreeListEnd)
+
+
+@pytest.mark.parametrize("block_class", [SlotBlock, DictBlock])
+@pytest.mark.parametrize("other", sorted(set(QUEUES) - {"native"}))
+def test_a_queue_in_python_beside_ours_still_works(block_class: Any, other: str) -> None:
+    serve_links(block_class)
+    theirs = QUEUES[other]([block_class(i) for i in range(10, 13)])
+    ours = FreeBlockQueue([block_class(i) for i in range(4)])
+    assert (walk(theirs), walk(ours)) == ([10, 11, 12], [0, 1, 2, 3])
+    taken = ours.popleft_n(2)
+    theirs.popleft_n(3)
+    theirs.append_n(taken)  # blocks may change sides while they are in no queue
+    assert walk(theirs) == [0, 1]
+    with pytest.raises(RuntimeError, match="block 0 is queued in another queue"):
+        ours.append(taken[0])
+    ours.append_n(theirs.popleft_n(2))
+    assert_order(ours, [2, 3, 0, 1])
+
+
+@pytest.mark.parametrize("block_class", [SlotBlock, DictBlock])
+def test_a_queue_in_python_cannot_take_queued_blocks(block_class: Any) -> None:
+    made = [block_class(i) for i in range(4)]
+    queue = FreeBlockQueue(made)
+    with pytest.raises(RuntimeError, match="links of block 0 are those of the native queue"):
+        made[0].next_free_block = made[2]
+    made[0].next_free_block = made[1]  # what it is anyhow
+    assert_order(queue, [0, 1, 2, 3])
+
+
+def test_a_queue_takes_blocks_over_from_a_queue_in_python() -> None:
+    made = [SlotBlock(i) for i in range(4)]
+    assert_order(FreeBlockQueue(reference.FreeBlockQueue(made).get_all_free_blocks()), [0, 1, 2, 3])
+
+
+def test_blocks_move_between_native_queues() -> None:
+    made = [SlotBlock(i) for i in range(3)]
+    one, other = FreeBlockQueue(made), FreeBlockQueue([])
+    other.append(one.popleft())
+    with pytest.raises(RuntimeError, match="block 0 is queued in another queue"):
+        one.append(made[0])
+    one.append(other.popleft())
+    assert_order(one, [1, 2, 0])
+    assert_order(other, [])
+
+
+def test_blocks_of_a_subclass() -> None:
+    class Wider(SlotBlock):
+        pass
+
+    made: list[Any] = [SlotBlock(0), Wider(1), Wider(2)]
+    queue = FreeBlockQueue(made)
+    queue.remove(made[1])
+    queue.append(made[1])
+    assert_order(queue, [0, 2, 1])
+
+
+def test_one_queue_holds_one_class_of_blocks() -> None:
+    queue = FreeBlockQueue([SlotBlock(0)])
+    with pytest.raises(TypeError, match="holds blocks of the class SlotBlock, not DictBlock"):
+        queue.append(DictBlock(1))
+    assert_order(queue, [0])
+
+
+@pytest.mark.parametrize("block_class", [SlotBlock, DictBlock])
+def test_a_copied_block_is_another_block(block_class: Any) -> None:
+    made = [block_class(i) for i in range(3)]
+    queue = FreeBlockQueue(made)
+    queue.popleft()
+    twins = [copy.copy(made[0])]
+    if block_class is SlotBlock:
+        twins.append(pickle.loads(pickle.dumps(made[0])))
+    for twin in twins:
+        assert twin.prev_free_block is None
+        with pytest.raises(RuntimeError, match="block 0 is foreign"):
+            queue.append(twin)
+
+
+def test_an_id_that_was_changed_is_noticed() -> None:
+    made = [SlotBlock(i) for i in range(3)]
+    queue = FreeBlockQueue(made)
+    block = queue.popleft()
+    for wrong in (2, 10**30, "0"):
+        block.block_id = wrong
+        with pytest.raises((RuntimeError, TypeError)):
+            queue.append(block)
+    block.block_id = 0
+    made[1].block_id = 7
+    assert queue.check() == "the block at id 1 says that its id is 7"
+
+
+def test_ids_may_be_far_apart() -> None:
+    queue = FreeBlockQueue([SlotBlock(3_000_000)])
+    queue.append(SlotBlock(5))
+    queue.reorder()
+    assert ids(queue.get_all_free_blocks()) == [5, 3_000_000]
+    assert MAX_BLOCK_ID == reference.MAX_BLOCK_ID
+
+
+def test_queues_can_be_subclassed() -> None:
+    class Counting(FreeBlockQueue):
+        def __init__(self, blocks: Any, name: str) -> None:
+            super().__init__(blocks)
+            self.name = name
+
+    queue = Counting([SlotBlock(0)], "mine")
+    assert (queue.name, queue.popleft().block_id) == ("mine", 0)
+    with pytest.raises(RuntimeError, match="called twice"):
+        queue.__init__([SlotBlock(1)], "again")  # type: ignore[misc]
+
+
+def test_a_queue_is_not_copied() -> None:
+    queue = FreeBlockQueue([SlotBlock(0)])
+    with pytest.raises(TypeError):
+        copy.copy(queue)
+    with pytest.raises(TypeError):
+        pickle.dumps(queue)
+
+
+def test_objects_made_by_hand_do_not_crash() -> None:
+    end = FreeListEnd()
+    assert end.next_free_block is None
+    with pytest.raises(RuntimeError):
+        end.next_free_block = None
+    link = type(vars(SlotBlock)["prev_free_block"])()
+    with pytest.raises(TypeError):
+        link.__get__(SlotBlock(0), SlotBlock)
+    iterator = type(FreeBlockQueue([]).iter_blocks_after(None))()
+    assert list(iterator) == []
+    assert repr(FreeBlockQueue.__new__(FreeBlockQueue)).endswith("free=0>")
+
+
+def test_native_and_reference_have_the_same_members_and_signatures() -> None:
+    def public(cls: Any) -> set[str]:
+        return {name for name in dir(cls([])) if not name.startswith("_")}
+
+    assert public(FreeBlockQueue) == public(reference.FreeBlockQueue)
+    for name in public(FreeBlockQueue):
+        ours = getattr(FreeBlockQueue, name)
+        if callable(ours):
+            spec = inspect.signature(getattr(reference.FreeBlockQueue, name))
+            assert list(inspect.signature(ours).parameters) == list(spec.parameters), name
+            assert ours.__doc__, name
+
+
+def test_version() -> None:
+    assert pyblockpool.__version__.count(".") == 2
