@@ -22,8 +22,8 @@ from libc.stdint cimport int32_t
 from libcpp cimport bool as cpp_bool
 from libcpp.string cimport string
 
-__all__ = ["MAX_BLOCK_ID", "POLICIES", "FreeBlockQueue", "FreeListEnd", "serve_links",
-           "withdraw_links"]
+__all__ = ["MAX_BLOCK_ID", "POLICIES", "FreeBlockQueue", "FreeListEnd", "can_serve_links",
+           "serve_links", "withdraw_links"]
 
 POLICIES = ("lru",)
 
@@ -211,22 +211,10 @@ cdef class LinkDescriptor:
         return 0
 
 
-def serve_links(block_class: type) -> None:
-    """Serve `prev_free_block` and `next_free_block` of a class of blocks from native queues.
-
-    Replaces the two attributes of the class (once; further calls change nothing). A queue does
-    this by itself for the first block of a class that it sees.
-
-    Raises:
-        TypeError: the class has no such links, they are properties of somebody else, or it cannot
-            be changed.
-    """
-    if _layout_of(block_class) is not None:
-        return
-    if not isinstance(block_class, type):
-        raise TypeError(f"{block_class!r} is not a class of KV-cache blocks")
+cdef BlockLayout _new_layout(block_class):
+    """How a class of blocks keeps its links, None if in no way that a queue could serve."""
     home = block_class
-    for base in block_class.__mro__:
+    for base in (<type> block_class).__mro__:
         if "prev_free_block" in vars(base):
             home = base
             break
@@ -242,17 +230,41 @@ def serve_links(block_class: type) -> None:
         if not home.__dictoffset__ or not all(
                 link is None or link is _MISSING
                 for link in (layout.original_prev, layout.original_next)):
-            raise TypeError(f"{home.__qualname__} has no links that a queue could serve: it needs "
-                            "prev_free_block and next_free_block as slots, or as plain attributes "
-                            "that default to None")
+            return None
         layout.prev_offset = layout.next_offset = -1
+    return layout
+
+
+def can_serve_links(block_class: type) -> bool:
+    """Whether `serve_links` would do; changes nothing."""
+    return isinstance(block_class, type) and (
+        _layout_of(block_class) is not None or _new_layout(block_class) is not None)
+
+
+def serve_links(block_class: type) -> None:
+    """Serve `prev_free_block` and `next_free_block` of a class of blocks from native queues.
+
+    Replaces the two attributes of the class (once; further calls change nothing). A queue does
+    this by itself for the first block of a class that it sees.
+
+    Raises:
+        TypeError: the class has no such links, they are properties of somebody else, or it cannot
+            be changed.
+    """
+    if not can_serve_links(block_class):
+        raise TypeError(f"{block_class!r} has no links that a queue could serve: it needs "
+                        "prev_free_block and next_free_block as slots, or as plain attributes "
+                        "that default to None")
+    if _layout_of(block_class) is not None:
+        return
+    cdef BlockLayout layout = _new_layout(block_class)
     cdef LinkDescriptor served
     for name in ("prev_free_block", "next_free_block"):
         served = LinkDescriptor.__new__(LinkDescriptor)
         served.layout = layout
         served.is_next = name == "next_free_block"
-        setattr(home, name, served)
-    _layouts[home] = layout
+        setattr(layout.cls, name, served)
+    _layouts[layout.cls] = layout
 
 
 def withdraw_links(block_class: type) -> None:

@@ -1,0 +1,1 @@
+"""The vLLM plugin: the only part of pyblockpool that touches vLLM."""

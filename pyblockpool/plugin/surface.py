@@ -1,0 +1,174 @@
+"""What the plugin needs of vLLM, as data, and `probe()`, which holds the installed vLLM against it.
+
+Names and signatures decide, not version numbers: a fork or a nightly that has the surface works,
+and a release that has changed it is refused, whatever it is called.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+from pyblockpool.errors import BlockQueueError, ConflictError, UnsupportedVLLMError
+
+OLDEST = "0.13.0"
+KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
+BLOCK_POOL = "vllm.v1.core.block_pool"
+COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+
+# Methods of vLLM's queue and their parameters behind `self`; those that came after OLDEST.
+QUEUE_METHODS: dict[str, tuple[str, ...]] = {
+    "popleft": (),
+    "popleft_n": ("n",),
+    "remove": ("block",),
+    "append": ("block",),
+    "append_n": ("blocks",),
+    "get_all_free_blocks": (),
+    "prepend_n": ("blocks",),
+    "iter_blocks_after": ("cursor",),
+}
+LATER_QUEUE_METHODS = {"prepend_n": "0.23.0", "iter_blocks_after": "0.26.0"}
+QUEUE_ATTRIBUTES = {"num_free_blocks", "fake_free_list_head", "fake_free_list_tail"}
+BLOCK_ATTRIBUTES = ("block_id", "ref_cnt", "prev_free_block", "next_free_block", "is_null")
+POOL_METHODS = (
+    "get_new_blocks",
+    "free_blocks",
+    "touch",
+    "reset_prefix_cache",
+    "get_num_free_blocks",
+    "evict_blocks",
+)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One answer of the probe.
+
+    Attributes:
+        sentence: what was found, readable on its own.
+        error: the kind of error that it is, None if all is well.
+    """
+
+    sentence: str
+    error: type[BlockQueueError] | None = None
+
+
+def vllm_version() -> str:
+    """Not from the metadata: other distributions of vLLM have another name."""
+    return str(import_module("vllm").__version__)
+
+
+def probe() -> list[Finding]:
+    """Hold the installed vLLM against what the plugin needs. Imports vLLM, changes nothing."""
+    findings: list[Finding] = []
+    for check in CHECKS:
+        try:
+            findings.extend(check())
+        except (ImportError, AttributeError) as error:
+            findings.append(
+                Finding(
+                    f"vLLM {vllm_version()} does not have what pyblockpool builds on ({error}); "
+                    f"vLLM {OLDEST} or later is needed",
+                    UnsupportedVLLMError,
+                )
+            )
+    return findings
+
+
+def _the_pool() -> Iterator[Finding]:
+    pool_module = import_module(BLOCK_POOL)
+    pool = pool_module.BlockPool
+    missing = [name for name in POOL_METHODS if not callable(getattr(pool, name, None))]
+    if missing:
+        yield Finding(
+            f"vLLM {vllm_version()} is too old or too different: its BlockPool has no "
+            f"{', '.join(missing)}; install vLLM {OLDEST} or later",
+            UnsupportedVLLMError,
+        )
+    used = import_module(COORDINATOR).BlockPool
+    for found, where in ((pool, BLOCK_POOL), (used, COORDINATOR)):
+        if found.__module__ != BLOCK_POOL or found is not pool:
+            yield _replaced(f"{where}.BlockPool", found)
+            return
+    constructor = inspect.unwrap(pool.__init__)
+    if "FreeKVCacheBlockQueue" not in constructor.__code__.co_names:
+        yield Finding(
+            f"BlockPool.__init__ of vLLM {vllm_version()} does not construct a "
+            "FreeKVCacheBlockQueue, so that there is no place to put another queue",
+            UnsupportedVLLMError,
+        )
+    if not missing:
+        yield Finding("BlockPool is vLLM's own and has every method that is needed")
+
+
+def _the_queue() -> Iterator[Finding]:
+    from pyblockpool import FreeBlockQueue
+
+    theirs = import_module(KV_CACHE_UTILS).FreeKVCacheBlockQueue
+    in_use = import_module(BLOCK_POOL).FreeKVCacheBlockQueue
+    if in_use is not theirs and in_use is not FreeBlockQueue:
+        yield _replaced(f"{BLOCK_POOL}.FreeKVCacheBlockQueue", in_use)
+        return
+    if theirs.__module__ != KV_CACHE_UTILS:
+        yield _replaced(f"{KV_CACHE_UTILS}.FreeKVCacheBlockQueue", theirs)
+        return
+    methods = {
+        name: tuple(inspect.signature(member).parameters)[1:]
+        for name, member in inspect.getmembers(theirs, callable)
+        if not name.startswith("_")
+    }
+    unknown = [f"{name}()" for name in methods if name not in QUEUE_METHODS]
+    unknown += sorted(set(vars(theirs([]))) - QUEUE_ATTRIBUTES)
+    missing = [name for name in QUEUE_METHODS if name not in methods | LATER_QUEUE_METHODS]
+    changed = [
+        f"{name}({', '.join(parameters)})"
+        for name, parameters in methods.items()
+        if name in QUEUE_METHODS and parameters != QUEUE_METHODS[name]
+    ]
+    for names, trouble in (
+        (unknown, "has members that pyblockpool does not know"),
+        (missing, "lacks members that pyblockpool expects"),
+        (changed, "takes other arguments than pyblockpool expects"),
+    ):
+        if names:
+            yield Finding(
+                f"FreeKVCacheBlockQueue of vLLM {vllm_version()} {trouble}: {', '.join(names)}. "
+                "Install a pyblockpool made for this vLLM, or unset VLLM_BLOCK_QUEUE",
+                UnsupportedVLLMError,
+            )
+    if not (unknown or missing or changed):
+        yield Finding(f"FreeKVCacheBlockQueue has the {len(methods)} methods that are known")
+
+
+def _the_blocks() -> Iterator[Finding]:
+    from pyblockpool._queue import can_serve_links
+
+    block_class = import_module(KV_CACHE_UTILS).KVCacheBlock
+    if import_module(BLOCK_POOL).KVCacheBlock is not block_class:
+        yield _replaced(f"{BLOCK_POOL}.KVCacheBlock", import_module(BLOCK_POOL).KVCacheBlock)
+        return
+    block = block_class(block_id=0)
+    missing = [name for name in BLOCK_ATTRIBUTES if not hasattr(block, name)]
+    if missing or not can_serve_links(block_class):
+        yield Finding(
+            f"KVCacheBlock of vLLM {vllm_version()} "
+            + (f"has no {', '.join(missing)}" if missing else "keeps its links in an unknown way")
+            + ", which pyblockpool needs. Unset VLLM_BLOCK_QUEUE, or install another vLLM",
+            UnsupportedVLLMError,
+        )
+    else:
+        yield Finding("KVCacheBlock has links that can be served from a native queue")
+
+
+def _replaced(where: str, by: Any) -> Finding:
+    return Finding(
+        f"{where} has been replaced by {by.__module__}.{by.__qualname__}, so that pyblockpool would "
+        "fight with it: switch that plugin off, or unset VLLM_BLOCK_QUEUE",
+        ConflictError,
+    )
+
+
+CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_the_pool, _the_queue, _the_blocks)

@@ -1,0 +1,282 @@
+"""Ring 4: asked for? -> probe -> apply -> prove -> one log line, on a host that tests can bend."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+from fake_vllm import FakeVLLM
+
+from pyblockpool import FreeBlockQueue
+from pyblockpool.errors import (
+    BlockQueueError,
+    ConflictError,
+    NotCompiledError,
+    SettingsError,
+    UnsupportedVLLMError,
+)
+from pyblockpool.plugin import entry, patches
+from pyblockpool.settings import QUEUE_VARIABLE, Settings
+
+TARGET = "vllm.v1.core.block_pool.FreeKVCacheBlockQueue"
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> FakeVLLM:
+    return FakeVLLM(monkeypatch)
+
+
+@pytest.mark.parametrize("value", [None, "python", "native"])
+def test_allowed_values(value: str | None) -> None:
+    environ = {} if value is None else {QUEUE_VARIABLE: value}
+    assert Settings.from_environ(environ).queue == value
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["", " ", "nativ", "Native", " native", "native ", "native:", "native:sorted", "native,", "1"],
+)
+def test_any_other_value_stops_start_up(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    monkeypatch.setenv(QUEUE_VARIABLE, value)
+    before = host.snapshot()
+    with pytest.raises(SettingsError) as caught:
+        entry.register()
+    for word in (f"VLLM_BLOCK_QUEUE={value!r}", "'python'", "'native'", "Unset the variable"):
+        assert word in str(caught.value)
+    assert host.snapshot() == before
+
+
+def test_unset_imports_nothing() -> None:
+    """In a process of its own, as this one has imported everything already."""
+    code = (
+        "import sys; from pyblockpool.plugin.entry import register; register();"
+        "print([m for m in sys.modules if m.split('.')[0] in ('vllm', 'torch')"
+        " or m == 'pyblockpool._queue' or m == 'pyblockpool.plugin.patches'])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
+
+
+def test_unset_touches_nothing(host: FakeVLLM) -> None:
+    before = host.snapshot()
+    entry.register()
+    assert host.snapshot() == before
+
+
+def test_native(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    before = host.snapshot()
+    with caplog.at_level(logging.INFO):
+        entry.register()
+    (line,) = caplog.messages
+    for word in ("pyblockpool", "native", "policy lru", "vLLM 0.99.0", "pid "):
+        assert word in line
+    pool = host.block_pool.BlockPool(6, True, 16)
+    assert type(pool.free_block_queue) is FreeBlockQueue
+    assert pool.blocks[2].next_free_block is pool.blocks[3]
+    assert host.envs.environment_variables[QUEUE_VARIABLE]() == "set"
+
+    active = host.snapshot()
+    entry.register()  # vLLM loads a plugin more than once
+    assert host.snapshot() == active
+    assert len(caplog.messages) == 1
+
+    with pytest.raises(RuntimeError, match="native queues still have blocks"):
+        entry.restore()
+    assert host.snapshot() == active
+    del pool
+    entry.restore()
+    assert host.snapshot() == before
+    entry.restore()
+    assert type(host.block_pool.BlockPool(6, True, 16).free_block_queue) is not FreeBlockQueue
+
+
+def test_python_leaves_the_queue_of_vllm(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv(QUEUE_VARIABLE, "python")
+    with caplog.at_level(logging.INFO):
+        entry.register()
+    assert "python free-block queue" in caplog.messages[0]
+    theirs = host.kv_cache_utils.FreeKVCacheBlockQueue
+    assert type(host.block_pool.BlockPool(6, True, 16).free_block_queue) is theirs
+    assert QUEUE_VARIABLE in host.envs.environment_variables
+
+
+def test_a_variable_that_changes_later_is_refused(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    entry.register()
+    active = host.snapshot()
+    monkeypatch.setenv(QUEUE_VARIABLE, "python")
+    with pytest.raises(ConflictError, match="has changed from 'native' to 'python'"):
+        entry.register()
+    assert host.snapshot() == active
+
+
+# What is bent, the error, and words of the sentence.
+BENT: dict[str, tuple[list[tuple[str, str]], type[BlockQueueError], list[str]]] = {
+    "too old": (
+        [("    def evict_blocks(self, block_ids): ...\n", "")],
+        UnsupportedVLLMError,
+        ["no evict_blocks", "0.13.0 or later"],
+    ),
+    "no pool": (
+        [("class BlockPool:", "class Pool:"), ("import BlockPool", "import Pool")],
+        UnsupportedVLLMError,
+        ["BlockPool", "0.13.0 or later"],
+    ),
+    "unknown method": (
+        [("    def popleft(self):", "    def rotate(self): ...\n\n    def popleft(self):")],
+        UnsupportedVLLMError,
+        ["does not know: rotate()"],
+    ),
+    "unknown attribute": (
+        [("self.fake_free_list_tail = None", "self.fake_free_list_tail = self.lock = None")],
+        UnsupportedVLLMError,
+        ["does not know: lock"],
+    ),
+    "missing method": (
+        [("def remove(self, block):", "def _remove(self, block):")],
+        UnsupportedVLLMError,
+        ["lacks members", "remove"],
+    ),
+    "changed method": (
+        [("def popleft_n(self, n):", "def popleft_n(self, n, hint=None):")],
+        UnsupportedVLLMError,
+        ["other arguments", "popleft_n(n, hint)"],
+    ),
+    "queue from a factory": (
+        [("FreeKVCacheBlockQueue(self.blocks)", "globals()['FreeKV' 'CacheBlockQueue'](self.blocks)")],
+        UnsupportedVLLMError,
+        ["does not construct"],
+    ),
+    "no links": (
+        [("    prev_free_block: object = None\n", "")],
+        UnsupportedVLLMError,
+        ["KVCacheBlock", "prev_free_block"],
+    ),
+    "links of another kind": (
+        [
+            ("    prev_free_block: object = None\n    next_free_block: object = None\n", ""),
+            (
+                "    is_null: bool = False\n",
+                "    is_null: bool = False\n    prev_free_block = property(lambda self: None)\n"
+                "    next_free_block = property(lambda self: None)\n",
+            ),
+        ],
+        UnsupportedVLLMError,
+        ["keeps its links in an unknown way"],
+    ),
+    "queue replaced": (
+        [
+            (
+                "class BlockPool:",
+                "class FastQueue(FreeKVCacheBlockQueue): ...\n"
+                "FastQueue.__module__ = 'rival.queue'\n"
+                "FreeKVCacheBlockQueue = FastQueue\n\nclass BlockPool:",
+            )
+        ],
+        ConflictError,
+        [TARGET, "rival.queue.FastQueue", "switch that plugin off"],
+    ),
+    "pool replaced": (
+        [
+            (
+                "import BlockPool\n",
+                "import BlockPool as Base\nclass BlockPool(Base): ...\n",
+            )
+        ],
+        ConflictError,
+        ["kv_cache_coordinator.BlockPool", "switch that plugin off"],
+    ),
+    "pool replaced at home": (
+        [("    def get_num_free", "    __module__ = 'rival.pool'\n    def get_num_free")],
+        ConflictError,
+        ["block_pool.BlockPool", "rival.pool.BlockPool"],
+    ),
+    "pool with another queue after all": (
+        [
+            (
+                "FreeKVCacheBlockQueue(self.blocks)",
+                "type('Mine', (FreeKVCacheBlockQueue,), {})(self.blocks)",
+            )
+        ],
+        UnsupportedVLLMError,
+        ["has a Mine as its queue although FreeBlockQueue"],
+    ),
+    "pool that depends on the class of its queue": (
+        [
+            (
+                "self.free_block_queue.append_n(list(ordered_blocks))",
+                "b = list(ordered_blocks); q = self.free_block_queue; "
+                "q.append_n(b if hasattr(q, '__dict__') else b[::-1])",
+            )
+        ],
+        UnsupportedVLLMError,
+        ["handed out", "as before"],
+    ),
+}
+
+
+@pytest.mark.parametrize("bent", BENT)
+def test_what_cannot_be_done_is_refused_in_sentences(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, bent: str
+) -> None:
+    edits, error, words = BENT[bent]
+    host.load(*edits)
+    before = host.snapshot()
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    with pytest.raises(error) as caught:
+        entry.register()
+    for word in words:
+        assert word in str(caught.value)
+    caught.value.__traceback__ = None
+    gc.collect()
+    assert host.snapshot() == before
+
+
+def test_a_patch_that_fails_takes_the_others_back(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> Any:
+        raise OSError("no more")
+
+    broken = patches.Patch("vllm:nothing", fail, "a test", "", "")
+    monkeypatch.setitem(patches.PATCHES, "native", (*patches.PATCHES["native"], broken))
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    before = host.snapshot()
+    with pytest.raises(OSError, match="no more"):
+        entry.register()
+    assert host.snapshot() == before
+
+
+def test_a_missing_extension_stops_start_up(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import pyblockpool
+
+    before = host.snapshot()
+    monkeypatch.delitem(vars(pyblockpool), "FreeBlockQueue", raising=False)
+    monkeypatch.setitem(sys.modules, "pyblockpool._queue", None)
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    with pytest.raises(NotCompiledError, match="install pyblockpool"):
+        entry.register()
+    assert host.snapshot() == before
+
+
+@pytest.mark.parametrize("queue", sorted(patches.PATCHES))
+def test_each_patch_says_why_and_until_when(queue: str) -> None:
+    for patch in patches.PATCHES[queue]:
+        assert patch.target.startswith("vllm.")
+        assert patch.upstream.startswith("https://github.com/vllm-project/vllm/")
+        assert min(len(patch.why), len(patch.retire_when)) > 20

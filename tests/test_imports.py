@@ -1,0 +1,63 @@
+"""Arrows run one way: plugin -> the rest of the package -> the compiled modules."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parent.parent / "pyblockpool"
+
+
+def imports_of(path: Path) -> set[str]:
+    """Full names of what a module imports anywhere, functions and type checking included."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "id", getattr(node.func, "attr", "")) == "import_module"
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            found.add(str(node.args[0].value))
+    return found
+
+
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(PACKAGE)))
+def test_only_the_plugin_touches_vllm(path: Path) -> None:
+    if path.parent.name == "plugin":
+        pytest.skip("the plugin is the place for it")
+    for name in imports_of(path):
+        assert name.split(".")[0] not in {"vllm", "torch"}, name
+        assert not name.startswith("pyblockpool.plugin") or path.name == "cli.py", name
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "errors.py", "settings.py", "plugin/entry.py"])
+def test_what_vllm_imports_of_us_at_start_is_light(name: str) -> None:
+    """Top-level imports only: vLLM swallows what goes wrong in them."""
+    allowed = {"pyblockpool.errors", "pyblockpool.settings"}
+    for node in ast.parse((PACKAGE / name).read_text()).body:
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("pyblockpool"):
+            assert node.module in allowed, node.module
+
+
+def test_the_reference_stands_on_its_own() -> None:
+    assert not any("pyblockpool" in name for name in imports_of(PACKAGE / "reference.py"))
+
+
+def test_the_headers_know_neither_python_nor_vllm() -> None:
+    headers = sorted((PACKAGE.parent / "csrc").glob("*.hpp"))
+    assert headers
+    for header in headers:
+        for line in header.read_text().splitlines():
+            if line.startswith("#include"):
+                assert "Python" not in line, line
+                assert '"' not in line or (header.parent / line.split('"')[1]).exists(), line
