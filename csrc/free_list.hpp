@@ -11,12 +11,12 @@
 #if defined(PYBLOCKPOOL_INTERNAL_CHECKS)
 #include <cstdio>
 #include <cstdlib>
-#define PYBLOCKPOOL_EXPECT(condition)                                                          \
-  do {                                                                                         \
-    if (!(condition)) {                                                                        \
-      std::fprintf(stderr, "%s:%d: broken: %s\n", __FILE__, __LINE__, #condition);             \
-      std::abort();                                                                            \
-    }                                                                                          \
+#define PYBLOCKPOOL_EXPECT(condition)                                              \
+  do {                                                                             \
+    if (!(condition)) {                                                            \
+      std::fprintf(stderr, "%s:%d: broken: %s\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                                \
+    }                                                                              \
   } while (false)
 #else
 #define PYBLOCKPOOL_EXPECT(condition) assert(condition)
@@ -178,8 +178,7 @@ class FreeList {
       linked += links_[index].next != kUnlinked ? 1U : 0U;
     }
     if (linked != size_) {
-      return std::to_string(linked) + " ids carry links but the list has " +
-             std::to_string(size_);
+      return std::to_string(linked) + " ids carry links but the list has " + std::to_string(size_);
     }
     return {};
   }

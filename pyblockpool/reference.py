@@ -4,13 +4,15 @@ The native queue must do what this one does, call for call; the tests keep the t
 is one list of blocks and the links of all blocks are written anew after each change, so nothing
 here can be subtly wrong about order, membership or links.
 
-Names and behaviour are those of vLLM's ``FreeKVCacheBlockQueue`` (``vllm/v1/core/kv_cache_utils.py``,
-0.13 to 0.33), but where that class silently corrupts itself this one refuses and stays as it was.
+Names and behaviour are those of vLLM's ``FreeKVCacheBlockQueue`` (0.13 to 0.33, in
+``vllm/v1/core/kv_cache_utils.py``), but where that class silently corrupts itself this one refuses
+and stays as it was.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 POLICIES = ("lru",)
@@ -228,7 +230,7 @@ class FreeBlockQueue:
         head, tail = self.fake_free_list_head, self.fake_free_list_tail
         head_is_cut, tail_is_cut = self._is_cut(head), self._is_cut(tail)
         chain = [head, *self._order, tail]
-        for before, after in zip(chain, chain[1:], strict=False):
+        for before, after in pairwise(chain):
             before.next_free_block = after
             after.prev_free_block = before
         if head_is_cut:

@@ -25,7 +25,7 @@ def test_popped_blocks_have_no_links(queue_class: Any, blocks: MakeBlocks) -> No
     first = queue.popleft()
     assert first is made[0]
     taken = [first, *queue.popleft_n(3)]
-    assert [block for block in taken] == made[:4]
+    assert taken == made[:4]
     assert all(b.prev_free_block is None and b.next_free_block is None for b in taken)
     assert_order(queue, [4, 5])
 
@@ -37,9 +37,7 @@ def test_popleft_n_zero_is_an_empty_list(queue_class: Any, blocks: MakeBlocks) -
     assert_order(queue, [0, 1])
 
 
-def test_append_puts_last_and_prepend_n_puts_first(
-    queue_class: Any, blocks: MakeBlocks
-) -> None:
+def test_append_puts_last_and_prepend_n_puts_first(queue_class: Any, blocks: MakeBlocks) -> None:
     made = blocks(6)
     queue = queue_class(made)
     queue.popleft_n(6)
@@ -64,9 +62,7 @@ def test_prepend_n_keeps_the_given_order(queue_class: Any, blocks: MakeBlocks) -
 
 
 @pytest.mark.parametrize("container", [list, tuple])
-def test_batches_may_be_any_sequence(
-    queue_class: Any, blocks: MakeBlocks, container: Any
-) -> None:
+def test_batches_may_be_any_sequence(queue_class: Any, blocks: MakeBlocks, container: Any) -> None:
     made = blocks(4)
     queue = queue_class(made)
     queue.append_n(container(queue.popleft_n(2)))
@@ -74,9 +70,7 @@ def test_batches_may_be_any_sequence(
 
 
 @pytest.mark.parametrize("position", [0, 2, 4])
-def test_remove_takes_out_of_any_place(
-    queue_class: Any, blocks: MakeBlocks, position: int
-) -> None:
+def test_remove_takes_out_of_any_place(queue_class: Any, blocks: MakeBlocks, position: int) -> None:
     made = blocks(5)
     queue = queue_class(made)
     queue.remove(made[position])
@@ -117,9 +111,7 @@ def test_ids_never_seen_may_be_appended(queue_class: Any, block_class: Any) -> N
     assert queue.popleft_n(3) == late
 
 
-def test_queues_that_share_ids_do_not_know_each_other(
-    queue_class: Any, blocks: MakeBlocks
-) -> None:
+def test_queues_that_share_ids_do_not_know_each_other(queue_class: Any, blocks: MakeBlocks) -> None:
     one, other = queue_class(blocks(4)), queue_class(blocks(4))
     one.popleft_n(3)
     other.remove(other.get_all_free_blocks()[1])
@@ -140,7 +132,7 @@ def test_num_free_blocks_is_assigned_from_outside(queue_class: Any, blocks: Make
 def test_popleft_of_an_empty_queue(queue_class: Any, blocks: MakeBlocks) -> None:
     queue = queue_class(blocks(1))
     queue.popleft()
-    with pytest.raises(ValueError, match="^No free blocks available$"):
+    with pytest.raises(ValueError, match=r"^No free blocks available$"):
         queue.popleft()
     queue.num_free_blocks = 2
     with pytest.raises(AssertionError, match=r"num_free_blocks \(2\) is out of sync"):
@@ -232,9 +224,7 @@ def test_iter_blocks_after_is_lazy_and_survives_changes(
 
 
 @pytest.mark.needs("iter_blocks_after")
-def test_a_walk_follows_a_block_that_was_queued_again(
-    queue_class: Any, blocks: MakeBlocks
-) -> None:
+def test_a_walk_follows_a_block_that_was_queued_again(queue_class: Any, blocks: MakeBlocks) -> None:
     made = blocks(4)
     queue = queue_class(made)
     walk_of = queue.iter_blocks_after(None)

@@ -12,7 +12,7 @@ PACKAGE = Path(__file__).parent.parent / "pyblockpool"
 
 def imports_of(path: Path) -> set[str]:
     """Full names of what a module imports anywhere, functions and type checking included."""
-    found = set()
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)

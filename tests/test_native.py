@@ -9,7 +9,6 @@ import pickle
 import sys
 import tracemalloc
 import weakref
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -166,7 +165,7 @@ def _resident_bytes() -> int:
 
 
 @pytest.fixture
-def fresh_class() -> Iterator[Any]:
+def fresh_class() -> Any:
     """A class of blocks that no queue has seen."""
 
     @dataclass(slots=True)
@@ -175,7 +174,7 @@ def fresh_class() -> Iterator[Any]:
         prev_free_block: Any = None
         next_free_block: Any = None
 
-    yield Fresh
+    return Fresh
 
 
 def test_serving_and_withdrawing_links(fresh_class: Any) -> None:

@@ -30,10 +30,7 @@ class QueuesInStep(RuleBasedStateMachine):
     @initialize(order=st.permutations(range(NUM_IDS)), known=st.integers(0, NUM_IDS))
     def construct(self, order: list[int], known: int) -> None:
         """`known` blocks at construction; ids beyond them are appended later, unseen."""
-        self.blocks = {
-            name: {i: self.block_class(i) for i in range(NUM_IDS)}
-            for name in QUEUES
-        }
+        self.blocks = {name: {i: self.block_class(i) for i in range(NUM_IDS)} for name in QUEUES}
         self.queues = {
             name: queue_class([self.blocks[name][i] for i in order[:known]])
             for name, queue_class in QUEUES.items()
@@ -53,6 +50,10 @@ class QueuesInStep(RuleBasedStateMachine):
 
     def in_use(self) -> list[int]:
         return [i for i in range(NUM_IDS) if i not in self.expected]
+
+    def some_in_use(self) -> st.SearchStrategy[list[int]]:
+        in_use = self.in_use()
+        return st.lists(st.sampled_from(in_use), unique=True) if in_use else st.just([])
 
     @rule()
     def popleft(self) -> None:
@@ -93,8 +94,7 @@ class QueuesInStep(RuleBasedStateMachine):
     def insert_n(self, data: st.DataObject, verb: str) -> None:
         if not all(hasattr(queue, verb) for queue in self.queues.values()):
             verb = "append_n"
-        chosen = data.draw(st.lists(st.sampled_from(self.in_use() or [None]), unique=True))
-        chosen = [i for i in chosen if i is not None]
+        chosen = data.draw(self.some_in_use())
         self.everywhere(lambda queue, blocks: getattr(queue, verb)([blocks[i] for i in chosen]))
         if verb == "append_n":
             self.expected.extend(chosen)
@@ -108,12 +108,12 @@ class QueuesInStep(RuleBasedStateMachine):
     )
     def insert_n_with_a_mistake(self, data: st.DataObject, verb: str, kind: str) -> None:
         """Only ours: vLLM's class would be corrupted. The rest of the batch is fine."""
-        good = data.draw(st.lists(st.sampled_from(self.in_use() or [None]), unique=True))
+        good = data.draw(self.some_in_use())
         place = data.draw(st.integers(0, len(good)))
         known = [i for i in range(NUM_IDS) if i in self.expected]
         for name in ("native", "reference"):
             queue, blocks = self.queues[name], self.blocks[name]
-            batch = [blocks[i] for i in good if i is not None]
+            batch = [blocks[i] for i in good]
             if kind == "queued" and known:
                 batch.insert(place, blocks[known[0]])
             elif kind == "twice" and batch:

@@ -78,7 +78,7 @@ def _serve_links() -> Undo:
 def _swap_queue() -> Undo:
     from pyblockpool import FreeBlockQueue
 
-    module = import_module(BLOCK_POOL)
+    module: Any = import_module(BLOCK_POOL)
     original = module.FreeKVCacheBlockQueue
     module.FreeKVCacheBlockQueue = FreeBlockQueue
 

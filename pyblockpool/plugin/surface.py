@@ -165,8 +165,8 @@ def _the_blocks() -> Iterator[Finding]:
 
 def _replaced(where: str, by: Any) -> Finding:
     return Finding(
-        f"{where} has been replaced by {by.__module__}.{by.__qualname__}, so that pyblockpool would "
-        "fight with it: switch that plugin off, or unset VLLM_BLOCK_QUEUE",
+        f"{where} has been replaced by {by.__module__}.{by.__qualname__}, so that pyblockpool "
+        "would fight with it: switch that plugin off, or unset VLLM_BLOCK_QUEUE",
         ConflictError,
     )
 

@@ -79,8 +79,8 @@ void random_program(unsigned seed) {
       case 2: {
         if (expected.empty()) continue;
         what += "remove";
-        const auto victim = std::next(expected.begin(),
-                                      static_cast<std::ptrdiff_t>(below(expected.size())));
+        const auto victim =
+            std::next(expected.begin(), static_cast<std::ptrdiff_t>(below(expected.size())));
         list.remove(*victim);
         in_use.push_back(*victim);
         expected.erase(victim);

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-KV_CACHE_UTILS = '''
+KV_CACHE_UTILS = """
 from dataclasses import dataclass
 
 @dataclass(slots=True)
@@ -49,7 +49,7 @@ class FreeKVCacheBlockQueue:
 
     def get_all_free_blocks(self):
         return list(self.fake_free_list_head)
-'''
+"""
 
 BLOCK_POOL = """
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
@@ -86,7 +86,7 @@ class FakeVLLM:
         self.vllm = self._module("vllm", "__version__ = '0.99.0'")
         self.envs = self._module("vllm.envs", "environment_variables = {}")
         logger = self._module("vllm.logger", "")
-        logger.init_logger = logging.getLogger  # type: ignore[attr-defined]
+        logger.init_logger = logging.getLogger
         self._module("vllm.v1", "")
         self._module("vllm.v1.core", "")
         self.load()

@@ -156,7 +156,12 @@ BENT: dict[str, tuple[list[tuple[str, str]], type[BlockQueueError], list[str]]] 
         ["other arguments", "popleft_n(n, hint)"],
     ),
     "queue from a factory": (
-        [("FreeKVCacheBlockQueue(self.blocks)", "globals()['FreeKV' 'CacheBlockQueue'](self.blocks)")],
+        [
+            (
+                "FreeKVCacheBlockQueue(self.blocks)",
+                "globals()['FreeKV' 'CacheBlockQueue'](self.blocks)",
+            )
+        ],
         UnsupportedVLLMError,
         ["does not construct"],
     ),

