@@ -1,4 +1,4 @@
-# Verbs: rollout, test, lint, bench; their parts: env, install, unit, engine, upstream, cxx.
+# Verbs: rollout, test, lint, bench; their parts: env, install, cxx, unit, sanitize, engine, upstream.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -9,14 +9,14 @@ BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE $(wildcard csrc/* pyblockpool/*.py* pyblockpool/*/*.py)
 SCRIPTS := bench bench/micro tests tests/engine tests/plugin tests/upstream
 
-.PHONY: rollout test unit engine upstream cxx lint format bench env install clean
+.PHONY: rollout test unit engine upstream cxx sanitize lint format bench env install clean
 
 # GRPO-style rollout rounds on a real vLLM engine, once with vLLM's queue and once with ours.
 rollout: install
 	$(BIN)/python bench/rollout.py
 
 # Everything: against the installed wheel, never against the source folder.
-test: cxx unit engine upstream
+test: cxx unit sanitize engine upstream
 
 unit: install
 	$(BIN)/pytest -n $(WORKERS) --ignore tests/engine
@@ -34,6 +34,18 @@ cxx: $(VENV)/.env
 	  -DPYBLOCKPOOL_WARNINGS_AS_ERRORS=ON
 	$(BIN)/cmake --build build/cxx
 	$(BIN)/ctest --test-dir build/cxx --output-on-failure
+
+# The tests of the queue under AddressSanitizer and UndefinedBehaviorSanitizer, preconditions checked.
+sanitize: install
+	rm -rf build/sanitize
+	$(BIN)/pip install --quiet --no-deps --target build/sanitize . \
+	  --config-settings=build-dir=build/sanitize-objects --config-settings=cmake.build-type=Debug \
+	  --config-settings=install.strip=false \
+	  --config-settings=cmake.define.PYBLOCKPOOL_SANITIZE=ON \
+	  --config-settings=cmake.define.PYBLOCKPOOL_INTERNAL_CHECKS=ON
+	PYTHONPATH=build/sanitize PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
+	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
+	$(BIN)/pytest tests/test_*.py -k 'not memory_beside'
 
 lint: install
 	$(BIN)/ruff format --check .

@@ -184,6 +184,8 @@ class FreeList {
   }
 
  private:
+  friend struct BrokenFreeList;  // tests that check() notices
+
   static constexpr BlockId kUnlinked = -2;
 
   struct Links {
