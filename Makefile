@@ -59,10 +59,12 @@ format: $(VENV)/.env
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i csrc/*.hpp tests/cxx/*.cpp
 
-# Ratios to vLLM's class in the same run, best on an idle machine.
+# Ratios to vLLM's class in the same run, best on an idle machine; saved, and set into the README.
 bench: install
-	$(BIN)/pytest bench/micro -o python_files='bench_*.py' --benchmark-disable-gc \
-	  --benchmark-json build/bench-micro.json --benchmark-columns median,iqr -W ignore
+	mkdir -p bench/results
+	$(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benchmark-disable-gc \
+	  --benchmark-columns=median,iqr --results=bench/results/micro.json
+	$(BIN)/python bench/table.py
 
 env: $(VENV)/.env
 install: $(VENV)/.installed

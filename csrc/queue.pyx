@@ -108,8 +108,8 @@ cdef object _MISSING = object()
 cdef class BlockLayout:
     """Where the blocks of one class keep `block_id` and their links.
 
-    Blocks of vLLM 0.18 and later have slots, at fixed offsets; older ones keep everything in
-    `__dict__`, in which case the offsets are -1.
+    Blocks of vLLM 0.18 and later have slots, at fixed offsets; older ones keep all three in
+    `__dict__`, in which case the offsets are -1. Both are read without running any Python code.
     """
     cdef type cls
     cdef Py_ssize_t id_offset
@@ -120,17 +120,21 @@ cdef class BlockLayout:
     # Native queues alive that have blocks of this class.
     cdef Py_ssize_t queues
 
-    cdef PyObject* raw(self, PyObject* block, bint is_next) except? NULL:
-        """The stored link, borrowed; NULL where nothing was stored yet."""
-        cdef Py_ssize_t offset = self.next_offset if is_next else self.prev_offset
+    cdef PyObject* stored(self, PyObject* block, Py_ssize_t offset, str name) except? NULL:
+        """What a block holds at a slot or under a name, borrowed; NULL if nothing."""
         cdef PyObject* attributes
         if offset >= 0:
             return (<PyObject**> (<char*> block + offset))[0]
         attributes = PyObject_GenericGetDict(block, NULL)
         # The block keeps its dict alive, and the dict its values.
         Py_XDECREF(attributes)
-        return PyDict_GetItemWithError(
-            attributes, <PyObject*> ("next_free_block" if is_next else "prev_free_block"))
+        return PyDict_GetItemWithError(attributes, <PyObject*> name)
+
+    cdef PyObject* raw(self, PyObject* block, bint is_next) except? NULL:
+        """The stored link, borrowed; NULL where nothing was stored yet."""
+        if is_next:
+            return self.stored(block, self.next_offset, "next_free_block")
+        return self.stored(block, self.prev_offset, "prev_free_block")
 
     cdef int set_raw(self, PyObject* block, bint is_next, object value) except -1:
         cdef Py_ssize_t offset = self.next_offset if is_next else self.prev_offset
@@ -147,6 +151,16 @@ cdef class BlockLayout:
         return PyDict_SetItem(
             attributes, <PyObject*> ("next_free_block" if is_next else "prev_free_block"),
             <PyObject*> value)
+
+    cdef int put_originals_back(self) except -1:
+        for name, original in (("prev_free_block", self.original_prev),
+                               ("next_free_block", self.original_next)):
+            if type(vars(self.cls).get(name)) is LinkDescriptor:
+                if original is _MISSING:
+                    delattr(self.cls, name)
+                else:
+                    setattr(self.cls, name, original)
+        return 0
 
     cdef FreeBlockQueue owner(self, PyObject* block):
         """The native queue that admitted the block last, or None."""
@@ -225,13 +239,13 @@ cdef BlockLayout _new_layout(block_class):
     layout.id_offset = slot_offset(getattr(home, "block_id", None))
     layout.prev_offset = slot_offset(layout.original_prev)
     layout.next_offset = slot_offset(layout.original_next)
-    if layout.prev_offset < 0 or layout.next_offset < 0:
-        # No slots, so the links are in __dict__, and None or nothing is their default.
-        if not home.__dictoffset__ or not all(
+    if layout.prev_offset < 0 or layout.next_offset < 0 or layout.id_offset < 0:
+        # No slots, so all three are in __dict__, and None or nothing is the default of the links.
+        if not home.__dictoffset__ or hasattr(getattr(home, "block_id", None), "__get__") or not all(
                 link is None or link is _MISSING
                 for link in (layout.original_prev, layout.original_next)):
             return None
-        layout.prev_offset = layout.next_offset = -1
+        layout.id_offset = layout.prev_offset = layout.next_offset = -1
     return layout
 
 
@@ -259,11 +273,15 @@ def serve_links(block_class: type) -> None:
         return
     cdef BlockLayout layout = _new_layout(block_class)
     cdef LinkDescriptor served
-    for name in ("prev_free_block", "next_free_block"):
-        served = LinkDescriptor.__new__(LinkDescriptor)
-        served.layout = layout
-        served.is_next = name == "next_free_block"
-        setattr(layout.cls, name, served)
+    try:
+        for name in ("prev_free_block", "next_free_block"):
+            served = LinkDescriptor.__new__(LinkDescriptor)
+            served.layout = layout
+            served.is_next = name == "next_free_block"
+            setattr(layout.cls, name, served)
+    except BaseException:
+        layout.put_originals_back()
+        raise
     _layouts[layout.cls] = layout
 
 
@@ -280,12 +298,7 @@ def withdraw_links(block_class: type) -> None:
         raise RuntimeError(
             f"{layout.queues} native queues still have blocks of {layout.cls.__qualname__}: "
             "drop them (and their pools) first")
-    for name, original in (("prev_free_block", layout.original_prev),
-                           ("next_free_block", layout.original_next)):
-        if original is _MISSING:
-            delattr(layout.cls, name)
-        else:
-            setattr(layout.cls, name, original)
+    layout.put_originals_back()
     del _layouts[layout.cls]
 
 
@@ -293,7 +306,7 @@ cdef BlockLayout _layout_of(block_class):
     if isinstance(block_class, type):
         for base in (<type> block_class).__mro__:
             layout = _layouts.get(base)
-            if layout is not None:
+            if layout is not None or "prev_free_block" in vars(base):
                 return layout
     return None
 
@@ -562,7 +575,8 @@ cdef class FreeBlockQueue:
             return (f"{len(self._blocks)} blocks are known but there is room for "
                     f"{self._list.capacity()} ids")
         cdef BlockId id = self._list.front()
-        while id != kEnd:
+        # Reading an attribute may run code that takes the block out; then the walk ends below 0.
+        while id >= 0:
             block = self._blocks[id]
             if block is None:
                 return f"id {id} is queued but has no block"
@@ -609,11 +623,14 @@ cdef class FreeBlockQueue:
         cdef long id
         if layout is None or not PyObject_TypeCheck(block, <PyTypeObject*> layout.cls):
             return kEnd
-        if layout.prev_offset < 0 or layout.id_offset < 0:
-            return self._own_id_by_name(block)
-        if (<PyObject**> (<char*> block + layout.prev_offset))[0] != <PyObject*> self:
-            return kEnd
-        boxed = (<PyObject**> (<char*> block + layout.id_offset))[0]
+        if layout.id_offset >= 0:
+            if (<PyObject**> (<char*> block + layout.prev_offset))[0] != <PyObject*> self:
+                return kEnd
+            boxed = (<PyObject**> (<char*> block + layout.id_offset))[0]
+        else:
+            if layout.raw(block, False) != <PyObject*> self:
+                return kEnd
+            boxed = layout.stored(block, -1, "block_id")
         if boxed == NULL or not PyLong_CheckExact(boxed):
             return kEnd
         id = PyLong_AsLongAndOverflow(boxed, &overflow)
@@ -633,15 +650,6 @@ cdef class FreeBlockQueue:
         if (layout is not None and layout.id_offset > 0
                 and PyObject_TypeCheck(block, <PyTypeObject*> layout.cls)):
             prefetch((<PyObject**> (<char*> block + layout.id_offset))[0])
-
-    cdef BlockId _own_id_by_name(self, PyObject* block) noexcept:
-        """The same for blocks without slots."""
-        if self._layout.owner(block) is not self:
-            return kEnd
-        block_id = (<object> block).block_id
-        if not isinstance(block_id, int) or not 0 <= block_id < len(self._blocks):
-            return kEnd
-        return <BlockId> block_id if self._blocks[block_id] is <object> block else kEnd
 
     cdef inline BlockId _member_id(self, PyObject* block) noexcept:
         """Id of a block that is queued here, else kEnd."""
@@ -716,7 +724,11 @@ cdef class FreeBlockQueue:
         for block_id, block in batch.items():
             owner = layout.owner(<PyObject*> block)
             if owner is not None and owner._member_id(<PyObject*> block) != kEnd:
-                owner.remove(block)
+                if not take_over:
+                    # Reading the ids ran somebody's code, which has queued the block meanwhile.
+                    raise RuntimeError(f"{verb}(): block {block_id} was queued during the call")
+                owner._list.remove(owner._member_id(<PyObject*> block))
+                owner.num_free_blocks -= 1
             layout.set_raw(<PyObject*> block, False, self)
             layout.set_raw(<PyObject*> block, True, None)
             self._blocks[block_id] = block
@@ -742,16 +754,16 @@ cdef class FreeBlockQueue:
         """The id of something that could be a block of this queue, its class prepared."""
         if type(block) is FreeListEnd:
             raise RuntimeError(f"{verb}(): an end of a free list (block id -1) is not a block")
-        if _layout_of(type(block)) is None:
-            for name in ("block_id", "prev_free_block", "next_free_block"):
-                if not hasattr(block, name):
-                    raise TypeError(f"{verb}(): {type(block).__name__} is not a KV-cache block")
-            serve_links(type(block))
+        for name in ("block_id", "prev_free_block", "next_free_block"):
+            if not hasattr(block, name):
+                raise TypeError(f"{verb}(): {type(block).__name__} is not a KV-cache block")
         block_id = block.block_id
-        if not isinstance(block_id, int):
+        if type(block_id) is not int:
             raise TypeError(f"{verb}(): block id {block_id!r} is not an int")
         if not 0 <= block_id <= MAX_BLOCK_ID:
             raise RuntimeError(f"{verb}(): block id {block_id} is not in 0...{MAX_BLOCK_ID}")
+        if _layout_of(type(block)) is None:
+            serve_links(type(block))
         return block_id
 
     cdef object _neighbour(self, block, bint is_next):

@@ -211,7 +211,7 @@ class FreeBlockQueue:
         for name in ("block_id", "prev_free_block", "next_free_block"):
             if not hasattr(block, name):
                 raise TypeError(f"{verb}(): {type(block).__name__} is not a KV-cache block")
-        if not isinstance(block.block_id, int):
+        if type(block.block_id) is not int:
             raise TypeError(f"{verb}(): block id {block.block_id!r} is not an int")
         if not 0 <= block.block_id <= MAX_BLOCK_ID:
             raise RuntimeError(f"{verb}(): block id {block.block_id} is not in 0...{MAX_BLOCK_ID}")

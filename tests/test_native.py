@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import inspect
@@ -283,6 +284,55 @@ def test_blocks_of_a_subclass() -> None:
     queue.remove(made[1])
     queue.append(made[1])
     assert_order(queue, [0, 2, 1])
+
+
+def test_a_subclass_with_links_of_its_own_is_another_class() -> None:
+    class Shadowing(SlotBlock):
+        __slots__ = ("next_free_block", "prev_free_block")  # type: ignore[assignment]
+
+    made = [Shadowing(i) for i in range(3)]
+    assert walk(FreeBlockQueue(made)) == [0, 1, 2]
+
+
+def test_an_id_that_is_computed_is_refused() -> None:
+    class Computed:
+        prev_free_block = next_free_block = None
+        block_id = property(lambda self: 3)
+
+    with pytest.raises(TypeError, match="no links that a queue could serve"):
+        FreeBlockQueue([Computed()])
+    assert vars(Computed)["next_free_block"] is None
+
+
+@pytest.mark.parametrize("block_class", [SlotBlock, DictBlock])
+def test_code_that_runs_while_ids_are_read_may_use_the_queue(block_class: Any) -> None:
+    """An attribute hook that queues the block elsewhere while append_n looks at the batch."""
+
+    class Meddling(block_class):  # type: ignore[misc]
+        meddle = None
+
+        def __getattribute__(self, name: str) -> Any:
+            if name == "block_id" and (meddle := type(self).meddle):
+                type(self).meddle = None
+                meddle()
+            return super().__getattribute__(name)
+
+    made = [Meddling(i) for i in range(6)]
+    queue, other = FreeBlockQueue(made[:4]), FreeBlockQueue([])
+    queue.popleft_n(2)
+    for meddle in (
+        lambda: other.append(made[5]),
+        lambda: queue.append(made[5]),
+        lambda: queue.popleft(),
+        lambda: queue.append(made[0]),
+    ):
+        Meddling.meddle = meddle
+        with contextlib.suppress(RuntimeError, ValueError):
+            queue.append_n([made[4], made[0], made[5]])
+        Meddling.meddle = None
+        for subject in (queue, other):
+            assert subject.check() == ""
+            subject.popleft_n(subject.num_free_blocks)
 
 
 def test_one_queue_holds_one_class_of_blocks() -> None:

@@ -44,6 +44,7 @@ MISTAKES: dict[str, tuple[Mistake, type[Exception], str]] = {
     "append_n tail": (lambda q, b: q.append_n([b[0], q.fake_free_list_tail]), RuntimeError, "-1"),
     "append negative id": (lambda q, b: q.append(type(b[0])(-1)), RuntimeError, "-1"),
     "append huge id": (lambda q, b: q.append(type(b[0])(2**28)), RuntimeError, "268435456"),
+    "append id of a bool": (lambda q, b: q.append(type(b[0])(True)), TypeError, "True"),
     "append id of no number": (lambda q, b: q.append(type(b[0])("7")), TypeError, "'7'"),
     "append None": (lambda q, b: q.append(None), TypeError, "NoneType"),
     "append_n None in batch": (lambda q, b: q.append_n([b[0], None]), TypeError, "NoneType"),

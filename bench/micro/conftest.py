@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import platform
 import random
+import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
 from statistics import median
 from typing import Any
 
 import pytest
+import vllm
+from cpuinfo import get_cpu_info
 from rich.console import Console
 from rich.table import Table
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
+import pyblockpool
 from pyblockpool import FreeBlockQueue
 
 NUM_BLOCKS = 100_000
@@ -71,6 +80,10 @@ def pytest_benchmark_update_json(
         raise RuntimeError(f"benchmarks with a wrong or unchecked answer: {', '.join(wrong)}")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--results", type=Path, help="save the ratios, with where and when, as JSON")
+
+
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     session = getattr(terminalreporter.config, "_benchmarksession", None)
     times: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -78,21 +91,46 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
         info = bench.extra_info
         if info.get("correct"):
             times[info["operation"]][info["rival"]].append(
-                bench.stats.median / info["blocks_a_round"]
+                bench.stats.median / info["blocks_a_round"] * 1e9
             )
     if not times:
         return
-    table = Table(title="native against vLLM's class: ns a block, median of interleaved repeats")
+    operations = {
+        operation: {name: round(median(by_rival[name]), 3) for name in RIVALS}
+        for operation, by_rival in times.items()
+    }
+    table = Table(title="ns a block, medians of interleaved repeats")
     for column in ("operation", "vllm", "native", "ratio", "to reach"):
         table.add_column(column, justify="left" if column == "operation" else "right")
-    for operation, by_rival in times.items():
-        theirs, ours = (median(by_rival[name]) * 1e9 for name in ("vllm", "native"))
+    for operation, ns in operations.items():
         target = TARGETS.get(operation)
         table.add_row(
             operation,
-            f"{theirs:.1f}",
-            f"{ours:.2f}",
-            f"{theirs / ours:.1f}x",
+            f"{ns['vllm']:.1f}",
+            f"{ns['native']:.2f}",
+            f"{ns['vllm'] / ns['native']:.1f}x",
             f"{target:.0f}x" if target else "",
         )
     Console().print(table)
+    results = terminalreporter.config.getoption("--results")
+    if results:
+        saved = {**provenance(), "num_blocks": NUM_BLOCKS, "ns_per_block": operations}
+        results.write_text(json.dumps(saved, indent=1) + "\n")
+
+
+def provenance() -> dict[str, str]:
+    """Where, when and of what a result was measured."""
+
+    def git(*arguments: str) -> str:
+        ran = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
+        return ran.stdout.strip()
+
+    dirty = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "commit": git("rev-parse", "--short", "HEAD") + dirty,
+        "cpu": f"{get_cpu_info().get('brand_raw', platform.processor())}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "vllm": vllm.__version__,
+        "pyblockpool": pyblockpool.__version__,
+    }
