@@ -1,4 +1,4 @@
-"""Saved results under bench/results/ -> the tables between markers in README.md; the only writer."""
+"""Saved results in bench/results/ -> the tables between markers in README.md; the only writer."""
 
 from __future__ import annotations
 

@@ -288,7 +288,7 @@ def test_blocks_of_a_subclass() -> None:
 
 def test_a_subclass_with_links_of_its_own_is_another_class() -> None:
     class Shadowing(SlotBlock):
-        __slots__ = ("next_free_block", "prev_free_block")  # type: ignore[assignment]
+        __slots__ = ("next_free_block", "prev_free_block")
 
     made = [Shadowing(i) for i in range(3)]
     assert walk(FreeBlockQueue(made)) == [0, 1, 2]
@@ -309,7 +309,7 @@ def test_code_that_runs_while_ids_are_read_may_use_the_queue(block_class: Any) -
     """An attribute hook that queues the block elsewhere while append_n looks at the batch."""
 
     class Meddling(block_class):  # type: ignore[misc]
-        meddle = None
+        meddle: Any = None
 
         def __getattribute__(self, name: str) -> Any:
             if name == "block_id" and (meddle := type(self).meddle):
