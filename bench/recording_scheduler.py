@@ -1,6 +1,6 @@
 """A vLLM scheduler that writes down, from inside the engine core, what the block queue did.
 
-Use it through vLLM's own extension point: ``scheduler_cls="recording_scheduler.RecordingScheduler"``
+Through vLLM's own extension point: ``scheduler_cls="recording_scheduler.RecordingScheduler"``
 with this folder on ``PYTHONPATH``, and the name of the file to append to in ``PYBLOCKPOOL_RECORD``.
 One JSON object a line:
 

@@ -1,17 +1,15 @@
 """The main job: GRPO-style rollouts on a real vLLM engine, once with vLLM's queue, once with ours.
 
-Each round sends two long prompts with a few samples each to a multi-process CPU engine that serves
-a tiny random Llama, then resets the prefix cache. Both runs must give the same tokens, the same
-block tables and the same order of free blocks, as told by the engine core (recording_scheduler.py).
+A round is two long prompts, four samples each, on a multi-process CPU engine that serves a tiny
+random Llama, and a reset of the prefix cache. Both runs must give the same tokens, block tables and
+order of free blocks, as told by the engine core (recording_scheduler.py).
 Exit status: 0 all is identical, 1 something differs, 2 a run failed.
 """
 
 import argparse
 import json
 import os
-import platform
 import random
-import re
 import shutil
 import statistics
 import subprocess
@@ -19,24 +17,30 @@ import sys
 import tempfile
 from collections.abc import Callable
 from datetime import datetime
+from importlib import metadata
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from cpuinfo import get_cpu_info  # type: ignore[import-untyped, unused-ignore]
 from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
-from tiny_llama import BLOCK_SIZE, ENGINE_OPTIONS, engine_environment, write_tiny_llama
+from tiny_llama import BLOCK_SIZE, engine_environment, tiny_engine, write_tiny_llama
 
 Result = dict[str, Any]
+
+IDENTICAL = """\
+Read from it: the native queue gave out and took back every block just as vLLM's
+did, so the blocks a run sink alike. This job proves equality, not speed: the
+two runs follow one another, and agree in time only if nothing else is running."""
 
 QUEUES = {"vllm": "vllm.", "native": "pyblockpool."}  # variant -> where its queue class lives
 PROMPTS, VOCABULARY, MIN_OUTPUT, MAX_OUTPUT = 2, 512, 8, 48
 # A sample ends when it hits one of these: one token in 16 gives lengths between the two limits, so
 # that requests finish out of order and shuffle the queue as they do in life.
 STOP_TOKENS = list(range(2, 2 + VOCABULARY // 16))
-REQUEST_ID = re.compile(r"(?:(?P<sample>\d+)_)?(?P<request>\d+)(?:-.*)?")
 
 
 def play(options: argparse.Namespace, done: Callable[[str], None]) -> Result:
@@ -48,29 +52,29 @@ def play(options: argparse.Namespace, done: Callable[[str], None]) -> Result:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "1"
         import vllm  # only now: it reads some of these variables at import
 
-        model = write_tiny_llama(Path(folder, "model"), layers=4, hidden=256, vocabulary=VOCABULARY)
-        tails = options.samples * (MAX_OUTPUT // BLOCK_SIZE + 2)
-        blocks = PROMPTS * (options.prompt_tokens // BLOCK_SIZE + tails)
-        engine = vllm.LLM(
-            str(model),
+        model = write_tiny_llama(Path(folder, "model"), layers=4, hidden=512, vocabulary=VOCABULARY)
+        sample = MAX_OUTPUT + 2 * BLOCK_SIZE  # with a block begun at either end
+        tokens = PROMPTS * (options.prompt_tokens + options.samples * sample)
+        with tiny_engine(
+            model,
             max_model_len=options.prompt_tokens + MAX_OUTPUT,
             # All prompts fit into one step: vLLM's CPU worker cannot split the prefill of a request
             # with a seed of its own ("CPU Generator does not use offset").
-            max_num_batched_tokens=PROMPTS * (options.prompt_tokens + options.samples * BLOCK_SIZE),
+            max_num_batched_tokens=tokens,
             # A quarter more than a round needs: from the second round on, blocks are used again.
-            num_gpu_blocks_override=blocks * 5 // 4,
-            **ENGINE_OPTIONS,
-        )
-        done("engine started")
-        rounds: list[Result] = []
-        for number in range(options.rounds):
-            played = play_round(engine, vllm.SamplingParams, number, options)
-            lines = [json.loads(line) for line in record.read_text(encoding="utf-8").splitlines()]
-            rounds.append(played | read_round(lines, number, options.samples))
-            done(f"round {number + 1} of {options.rounds}")
-    result: Result = {"variant": options.variant, "pid": os.getpid(), "engine": lines[0]}
-    versions = {"vLLM": vllm.__version__, "Python": platform.python_version()}
-    return result | {"versions": versions, "rounds": rounds}
+            num_gpu_blocks_override=tokens // BLOCK_SIZE * 5 // 4,
+        ) as engine:
+            done("engine started")
+            rounds: list[Result] = []
+            for number in range(options.rounds):
+                played = play_round(engine, vllm.SamplingParams, number, options)
+                lines = [json.loads(line) for line in record.read_text().splitlines()]
+                rounds.append(played | read_round(lines, number, options.samples))
+                done(f"round {number + 1} of {options.rounds}")
+    where = f"{datetime.now():%Y-%m-%d %H:%M}, {get_cpu_info()['brand_raw']}, {os.cpu_count()} CPUs"
+    where += f", vLLM {vllm.__version__}, pyblockpool {metadata.version('pyblockpool')}"
+    result = {"variant": options.variant, "where": where, "pid": os.getpid()}
+    return result | {"engine": lines[0], "rounds": rounds}
 
 
 def play_round(engine: Any, sampling: Any, number: int, options: argparse.Namespace) -> Result:
@@ -78,8 +82,8 @@ def play_round(engine: Any, sampling: Any, number: int, options: argparse.Namesp
     for index in range(PROMPTS):
         seed = 1000 * (PROMPTS * number + index)  # vLLM adds the number of the sample
         dice = random.Random(seed)
-        tokens = [dice.randrange(VOCABULARY) for _ in range(options.prompt_tokens)]
-        prompts.append({"prompt_token_ids": tokens})
+        prompt = dice.choices(range(VOCABULARY), k=options.prompt_tokens)
+        prompts.append({"prompt_token_ids": prompt})
         end = {"min_tokens": MIN_OUTPUT, "max_tokens": MAX_OUTPUT, "stop_token_ids": STOP_TOKENS}
         chance = {"n": options.samples, "temperature": 1.0, "seed": seed}
         parameters.append(sampling(**chance, **end, ignore_eos=True, detokenize=False))
@@ -90,11 +94,9 @@ def play_round(engine: Any, sampling: Any, number: int, options: argparse.Namesp
     engine.wake_up(tags=["scheduling"])
     outputs = engine.wait_for_completion(use_tqdm=False)
     engine.reset_prefix_cache()
-    times = [output.metrics for output in outputs]
-    return {
-        "tokens": [[list(sample.token_ids) for sample in output.outputs] for output in outputs],
-        "prefill_ms": [1000 * (time.first_token_ts - time.scheduled_ts) for time in times],
-    }
+    times = [(output.metrics.scheduled_ts, output.metrics.first_token_ts) for output in outputs]
+    tokens = [[list(sample.token_ids) for sample in output.outputs] for output in outputs]
+    return {"tokens": tokens, "prefill_ms": [1000 * (end - start) for start, end in times]}
 
 
 def read_round(lines: list[Result], number: int, samples: int) -> Result:
@@ -103,12 +105,10 @@ def read_round(lines: list[Result], number: int, samples: int) -> Result:
     start = resets[number - 1] + 1 if number else 1
     tables = {}
     for line in lines[start : resets[number]]:
-        match = REQUEST_ID.fullmatch(line["request_id"])
-        if match is None:
-            raise ValueError(f"a request id of an unknown form: {line['request_id']!r}")
-        # vLLM numbers the requests of an engine; the samples of one prompt share a number.
-        prompt = int(match["request"]) - PROMPTS * number
-        tables[prompt, int(match["sample"] or 0)] = line["table"]
+        # "SAMPLE_REQUEST-random", or "REQUEST-random" for a single sample. Requests of an engine
+        # are numbered from 0, and the samples of one prompt share a number.
+        sample, _, request = line["request_id"].partition("-")[0].rpartition("_")
+        tables[int(request) - PROMPTS * number, int(sample or 0)] = line["table"]
     by_prompt = [[tables[prompt, i] for i in range(samples)] for prompt in range(PROMPTS)]
     return {"tables": by_prompt, "reset": lines[resets[number]]}
 
@@ -125,13 +125,11 @@ def run(
         log.open("wb") as log_file,
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log_file, text=True) as child,
     ):
-        assert child.stdout is not None
-        for line in child.stdout:
+        for line in child.stdout or ():
             done(json.loads(line)["done"])
     if child.returncode:
         raise subprocess.CalledProcessError(child.returncode, command)
-    result: Result = json.loads(out.read_text(encoding="utf-8"))
-    return result
+    return dict(json.loads(out.read_text(encoding="utf-8")))
 
 
 def compare(stock: Result, native: Result) -> tuple[list[dict[str, bool]], list[str]]:
@@ -173,11 +171,12 @@ def blocks_a_run(tables: list[list[list[list[int]]]]) -> float:
 def report(console: Console, stock: Result, native: Result) -> list[str]:
     """Prints the table and what to read from it; returns what is wrong."""
     verdicts, wrong = compare(stock, native)
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("\nround", "prefill ms\nvllm", "\nnative", "blocks/run\nvllm", "\nnative"):
-        table.add_column(heading, justify="right")
-    for heading in ("tokens\nidentical", "block tables\nidentical", "queue order\nidentical"):
-        table.add_column(heading)
+    table = Table("\n\nround", box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    for heading in ("prefill\nms\n", "blocks\na run\n"):
+        for variant in QUEUES:
+            table.add_column(heading + variant, justify="right")
+    for heading in ("tokens", "block tables", "queue order"):
+        table.add_column(f"\n{heading}\nidentical")
     for number, verdict in enumerate(verdicts):
         pair = stock["rounds"][number], native["rounds"][number]
         table.add_row(
@@ -186,14 +185,12 @@ def report(console: Console, stock: Result, native: Result) -> list[str]:
             *(f"{blocks_a_run(played['tables']):.1f}" for played in pair),
             *("yes" if same else "[bold red]NO" for same in verdict.values()),
         )
-    console.print(table)
-    versions = ", ".join(f"{name} {version}" for name, version in native["versions"].items())
-    console.print(f"{datetime.now():%Y-%m-%d %H:%M}, {os.cpu_count()} CPUs, {versions}")
+    console.print(table, "")
+    console.print(native["where"])
     for result in (stock, native):
         engine = result["engine"]
         console.print(f"{result['variant']:6} engine core, pid {engine['pid']}: {engine['queue']}")
-    for sentence in wrong:
-        console.print(sentence, style="bold red")
+    console.print("\n".join(wrong) or IDENTICAL, style="bold red" if wrong else None)
     return wrong
 
 
@@ -208,6 +205,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     if (options.variant is None) != (options.out is None):
         parser.error("--variant and --out go together")
+    if min(options.rounds, options.prompt_tokens, options.samples) < 1:
+        parser.error("--rounds, --prompt-tokens and --samples take numbers from 1")
     if options.variant:
         # vLLM and its processes print to stdout: send that to stderr and keep stdout for progress.
         progress = os.fdopen(os.dup(1), "w", buffering=1)
@@ -219,7 +218,7 @@ def main(arguments: list[str] | None = None) -> int:
     errors = Console(stderr=True, highlight=False)
     folder = Path(tempfile.mkdtemp(prefix="rollout-"))
     columns = TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()
-    results = []
+    results = {}
     with Progress(*columns, console=errors, disable=not errors.is_terminal) as bar:
         for variant in QUEUES:
             task = bar.add_task(f"{variant}: engine starts", total=1 + options.rounds)
@@ -231,18 +230,19 @@ def main(arguments: list[str] | None = None) -> int:
 
             log = folder / f"{variant}.log"
             try:
-                results.append(run(variant, options, log, done))
+                results[variant] = run(variant, options, log, done)
             except subprocess.CalledProcessError as failure:
-                tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-30:]
-                print(*tail, sep="\n", file=sys.stderr)
+                print(*log.read_text().splitlines()[-30:], sep="\n", file=sys.stderr)
                 errors.print(f"{variant}: exit status {failure.returncode}; the whole log: {log}")
                 return 2
-    wrong = report(Console(highlight=False), *results)
+    wrong = report(Console(highlight=False), results["vllm"], results["native"])
     if options.json:
-        named = dict(zip(QUEUES, results, strict=True))
-        options.json.write_text(json.dumps(named | {"wrong": wrong}, indent=1), encoding="utf-8")
+        options.json.write_text(json.dumps(results | {"wrong": wrong}), encoding="utf-8")
+    if wrong:
+        errors.print(f"The logs: {folder}")
+        return 1
     shutil.rmtree(folder)
-    return 1 if wrong else 0
+    return 0
 
 
 if __name__ == "__main__":

@@ -3,7 +3,10 @@
 import json
 import math
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 BENCH = Path(__file__).resolve().parent
 BLOCK_SIZE = 32  # tokens; vLLM's CPU attention wants a multiple of 32
@@ -38,6 +41,21 @@ def engine_environment(record: Path, block_queue: str | None) -> dict[str, str]:
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
     }
+
+
+@contextmanager
+def tiny_engine(model: Path, **options: Any) -> Iterator[Any]:
+    """A ``vllm.LLM`` that serves the model, shut down at the end."""
+    import vllm  # here: it reads its environment variables at import
+
+    engine = vllm.LLM(str(model), **ENGINE_OPTIONS, **options)
+    try:
+        yield engine
+    finally:
+        # vLLM leaves this to the exit of the interpreter. If TemporaryDirectory was used before
+        # vLLM was imported, that is too late: weakref's exit hook is then the older one and runs
+        # after that of multiprocessing, which waits for the engine core for ever.
+        engine.llm_engine.engine_core.shutdown()
 
 
 def write_tiny_llama(

@@ -1,0 +1,159 @@
+"""The OpenAI-compatible server: the same requests under both queues, told by the engine core."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_llama import BLOCK_SIZE, engine_environment
+
+pytestmark = pytest.mark.engine
+
+OPTIONS = """
+    --host 127.0.0.1 --skip-tokenizer-init --enforce-eager --dtype float32 --max-model-len 1024
+    --num-gpu-blocks-override 48 --kv-cache-memory-bytes 268435456
+    --scheduler-cls recording_scheduler.RecordingScheduler
+"""
+
+
+def post(url: str, body: dict[str, Any] | None = None) -> Any:
+    data = json.dumps(body or {}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        return json.load(answer)
+
+
+def is_up(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=5):
+            return True
+    except OSError:  # refused, reset, timed out, or an HTTP error: not yet
+        return False
+
+
+@contextmanager
+def server(model: Path, record: Path, block_queue: str | None) -> Iterator[tuple[str, int]]:
+    """Address and process id of a server that is up; it is stopped as an operator would do it."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    address = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+    command += [*OPTIONS.split(), "--block-size", str(BLOCK_SIZE), "--port", port]
+    log = record.with_suffix(".log")
+    environment = engine_environment(record, block_queue) | {"VLLM_SERVER_DEV_MODE": "1"}
+    with (
+        log.open("w") as log_file,
+        subprocess.Popen(
+            command,
+            cwd=record.parent,  # `python -m` would import pyblockpool from the source folder here
+            env=environment,
+            stdout=log_file,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            deadline = time.monotonic() + 120
+            while not is_up(f"{address}/health"):
+                up_to_now = log.read_text(errors="replace")
+                assert process.poll() is None, f"the server ended:\n{up_to_now[-5000:]}"
+                assert time.monotonic() < deadline, f"no server:\n{up_to_now[-5000:]}"
+                time.sleep(0.5)
+            yield address, process.pid
+            process.terminate()
+            process.wait(timeout=30)
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def converse(address: str) -> list[list[int]]:
+    """Completions one after the other, so that each run schedules alike; returns their tokens."""
+    dice = random.Random(0)
+    shared = [dice.randrange(512) for _ in range(8 * BLOCK_SIZE)]
+    answers = []
+    for length in (300, 40, 120, 500, 64, 200):
+        prompt = shared[: dice.randrange(9) * BLOCK_SIZE] + dice.choices(range(512), k=length)
+        completion = post(
+            f"{address}/v1/completions",
+            {
+                "prompt": prompt,
+                "max_tokens": dice.randrange(4, 60),
+                "temperature": 0.0,
+                "ignore_eos": True,
+                "detokenize": False,
+                "return_token_ids": True,
+            },
+        )
+        answers.append(completion["choices"][0]["token_ids"])
+    return answers
+
+
+@pytest.fixture(scope="module")
+def plays(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    results = {}
+    for variant, block_queue in {"vllm": None, "native": "native"}.items():
+        record = tmp_path_factory.mktemp(variant) / "record.jsonl"
+        with server(model, record, block_queue) as (address, pid):
+            tokens = converse(address)
+            reset = post(f"{address}/reset_prefix_cache")
+            tokens += converse(address)
+            post(f"{address}/reset_prefix_cache")
+        lines = record.read_text(encoding="utf-8").splitlines()
+        header, *rest = map(json.loads, lines)
+        for line in rest:
+            line.pop("request_id", None)  # random
+        results[variant] = {
+            "pid": pid,
+            "tokens": tokens,
+            "reset": reset,
+            "engine": header,
+            "record": rest,
+        }
+    return results
+
+
+def test_who_serves(plays: dict[str, dict[str, Any]]) -> None:
+    assert plays["vllm"]["engine"]["queue"].startswith("vllm.")
+    assert plays["native"]["engine"]["queue"] == "pyblockpool._queue.FreeBlockQueue"
+    for play in plays.values():
+        assert play["engine"]["pid"] != play["pid"]
+
+
+def test_the_same_answers(plays: dict[str, dict[str, Any]]) -> None:
+    assert plays["native"]["tokens"] == plays["vllm"]["tokens"]
+    answers = plays["native"]["tokens"]
+    assert answers[:6] == answers[6:], "the reset changes no answer"
+    assert len({str(answer) for answer in answers[:6]}) == 6
+
+
+def test_the_same_blocks(plays: dict[str, dict[str, Any]]) -> None:
+    native, stock = plays["native"]["record"], plays["vllm"]["record"]
+    assert [line["kind"] for line in native] == (["request"] * 6 + ["reset"]) * 2
+    assert len(native) == len(stock)
+    for line, expected in zip(native, stock, strict=True):
+        assert line == expected
+
+
+def test_the_reset(plays: dict[str, dict[str, Any]]) -> None:
+    for play in plays.values():
+        assert play["reset"] == {"success": True}
+        resets = [line for line in play["record"] if line["kind"] == "reset"]
+        for line in resets:
+            assert line["success"]
+            assert line["num_free_blocks"] == 47
+            assert line["check"] == ""
