@@ -21,14 +21,17 @@ from cpython.object cimport PyObject, PyTypeObject
 from libc.stdint cimport int32_t
 from libcpp cimport bool as cpp_bool
 from libcpp.string cimport string
+from libcpp.vector cimport vector
 
 __all__ = ["MAX_BLOCK_ID", "POLICIES", "FreeBlockQueue", "FreeListEnd", "can_serve_links",
-           "serve_links", "withdraw_links"]
+           "queues_of", "serve_links", "withdraw_links"]
 
 POLICIES = ("lru",)
 
 # Room is made for each id up to the largest: an absurd id would ask for absurd memory.
 MAX_BLOCK_ID = 2**28 - 1
+# Far beyond any pool, and far from where a count would overflow.
+cdef Py_ssize_t _MAX_COUNT = 1 << 60
 
 
 cdef extern from "free_list.hpp" namespace "pyblockpool" nogil:
@@ -68,15 +71,19 @@ cdef extern from *:
     #define PYBLOCKPOOL_PREFETCH(address) ((void)(address))
     #endif
 
-    /* Byte offset of the slot behind a member descriptor, -1 for any other object. */
-    static inline Py_ssize_t pyblockpool_slot_offset(PyObject* descriptor) {
-      if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return -1;
+    /* Byte offset of the slot behind a member descriptor of a class or one of its bases, -1 for any
+       other object. */
+    static inline Py_ssize_t pyblockpool_slot_offset(PyObject* descriptor, PyObject* cls) {
+      if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type) ||
+          !PyType_IsSubtype(reinterpret_cast<PyTypeObject*>(cls), PyDescr_TYPE(descriptor))) {
+        return -1;
+      }
       PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
-      return member->type == T_OBJECT_EX ? member->offset : -1;
+      return member->type == T_OBJECT_EX && member->flags == 0 ? member->offset : -1;
     }
     """
     void prefetch "PYBLOCKPOOL_PREFETCH"(void*) nogil
-    Py_ssize_t slot_offset "pyblockpool_slot_offset"(object)
+    Py_ssize_t slot_offset "pyblockpool_slot_offset"(object descriptor, object cls)
 
 
 cdef extern from "Python.h":
@@ -85,6 +92,7 @@ cdef extern from "Python.h":
     int PyObject_TypeCheck(PyObject*, PyTypeObject*)
     int PyLong_CheckExact(PyObject*)
     long PyLong_AsLongAndOverflow(PyObject*, int*)
+    Py_ssize_t PyNumber_AsSsize_t(object, PyObject*) except? -1
     PyObject* PyList_New_raw "PyList_New"(Py_ssize_t) except NULL
     PyObject* list_item "PyList_GET_ITEM"(PyObject*, Py_ssize_t)
     void set_list_item "PyList_SET_ITEM"(PyObject*, Py_ssize_t, PyObject*)
@@ -94,6 +102,8 @@ cdef extern from "Python.h":
 
 
 cdef enum:
+    # Marks the failure of a function that returns an id.
+    kFailed = -2
     # Ids taken off the list at a time: the loads of all blocks of a chunk are under way before the
     # first is used, and their headers fit the first-level cache.
     POP_CHUNK = 128
@@ -102,16 +112,20 @@ cdef enum:
 
 
 cdef object _MISSING = object()
+# What a metaclass says of its classes may be anything: slots are read by offset, so the true bases
+# count.
+cdef object _true_bases = type.__dict__["__mro__"].__get__
 
 
 @cython.final
+@cython.auto_pickle(False)
 cdef class BlockLayout:
     """Where the blocks of one class keep `block_id` and their links.
 
     Blocks of vLLM 0.18 and later have slots, at fixed offsets; older ones keep all three in
-    `__dict__`, in which case the offsets are -1. Both are read without running any Python code.
+    `__dict__`, in which case the offsets are -1.
     """
-    cdef type cls
+    cdef object cls
     cdef Py_ssize_t id_offset
     cdef Py_ssize_t prev_offset
     cdef Py_ssize_t next_offset
@@ -170,11 +184,13 @@ cdef class BlockLayout:
         return None
 
 
-# Layouts by the class that defines the links. Classes of blocks are few and live as long as vLLM.
+# Layouts by the address of the class that defines the links, which they keep alive. Not by the
+# class: its metaclass may define equality.
 cdef dict _layouts = {}
 
 
 @cython.final
+@cython.auto_pickle(False)
 cdef class LinkDescriptor:
     """`prev_free_block` or `next_free_block` of a class of blocks, served live.
 
@@ -207,13 +223,13 @@ cdef class LinkDescriptor:
         cdef FreeBlockQueue queue = self.layout.owner(<PyObject*> block)
         if queue is not None:
             served = queue._neighbour(block, self.is_next)
-            if value is served:
+            if value is served and queue._own_id(<PyObject*> block) != kEnd:
                 return
             if served is not None:
                 raise RuntimeError(
                     f"the links of block {block.block_id} are those of the native queue it is in: "
                     "use the methods of the queue (remove, append, popleft) to change them")
-            # A queue in Python takes the block over.
+            # A queue in Python takes the block over, or a copy of a block is made a block of its own.
             self.layout.set_raw(<PyObject*> block, False, None)
         self.layout.set_raw(<PyObject*> block, self.is_next, value)
 
@@ -228,7 +244,7 @@ cdef class LinkDescriptor:
 cdef BlockLayout _new_layout(block_class):
     """How a class of blocks keeps its links, None if in no way that a queue could serve."""
     home = block_class
-    for base in (<type> block_class).__mro__:
+    for base in _true_bases(block_class):
         if "prev_free_block" in vars(base):
             home = base
             break
@@ -236,9 +252,9 @@ cdef BlockLayout _new_layout(block_class):
     layout.cls = home
     layout.original_prev = vars(home).get("prev_free_block", _MISSING)
     layout.original_next = vars(home).get("next_free_block", _MISSING)
-    layout.id_offset = slot_offset(getattr(home, "block_id", None))
-    layout.prev_offset = slot_offset(layout.original_prev)
-    layout.next_offset = slot_offset(layout.original_next)
+    layout.id_offset = slot_offset(getattr(home, "block_id", None), home)
+    layout.prev_offset = slot_offset(layout.original_prev, home)
+    layout.next_offset = slot_offset(layout.original_next, home)
     if layout.prev_offset < 0 or layout.next_offset < 0 or layout.id_offset < 0:
         # No slots, so all three are in __dict__, and None or nothing is the default of the links.
         if not home.__dictoffset__ or hasattr(getattr(home, "block_id", None), "__get__") or not all(
@@ -246,16 +262,18 @@ cdef BlockLayout _new_layout(block_class):
                 for link in (layout.original_prev, layout.original_next)):
             return None
         layout.id_offset = layout.prev_offset = layout.next_offset = -1
+    elif len({layout.id_offset, layout.prev_offset, layout.next_offset}) < 3:
+        return None
     return layout
 
 
-def can_serve_links(block_class: type) -> bool:
+def can_serve_links(block_class) -> bool:
     """Whether `serve_links` would do; changes nothing."""
     return isinstance(block_class, type) and (
         _layout_of(block_class) is not None or _new_layout(block_class) is not None)
 
 
-def serve_links(block_class: type) -> None:
+def serve_links(block_class) -> None:
     """Serve `prev_free_block` and `next_free_block` of a class of blocks from native queues.
 
     Replaces the two attributes of the class (once; further calls change nothing). A queue does
@@ -282,10 +300,16 @@ def serve_links(block_class: type) -> None:
     except BaseException:
         layout.put_originals_back()
         raise
-    _layouts[layout.cls] = layout
+    _layouts[<size_t> <PyObject*> layout.cls] = layout
 
 
-def withdraw_links(block_class: type) -> None:
+def queues_of(block_class) -> int:
+    """How many native queues that are alive have blocks of a class."""
+    cdef BlockLayout layout = _layout_of(block_class)
+    return 0 if layout is None else layout.queues
+
+
+def withdraw_links(block_class) -> None:
     """Undo `serve_links`.
 
     Raises:
@@ -299,19 +323,20 @@ def withdraw_links(block_class: type) -> None:
             f"{layout.queues} native queues still have blocks of {layout.cls.__qualname__}: "
             "drop them (and their pools) first")
     layout.put_originals_back()
-    del _layouts[layout.cls]
+    del _layouts[<size_t> <PyObject*> layout.cls]
 
 
 cdef BlockLayout _layout_of(block_class):
     if isinstance(block_class, type):
-        for base in (<type> block_class).__mro__:
-            layout = _layouts.get(base)
+        for base in _true_bases(block_class):
+            layout = _layouts.get(<size_t> <PyObject*> base)
             if layout is not None or "prev_free_block" in vars(base):
                 return layout
     return None
 
 
 @cython.final
+@cython.auto_pickle(False)
 cdef class FreeListEnd:
     """The fake head or tail of a queue: something to link to and to stop at, never a block."""
     cdef FreeBlockQueue queue
@@ -364,6 +389,7 @@ cdef class FreeListEnd:
 
 
 @cython.final
+@cython.auto_pickle(False)
 cdef class BlockIterator:
     """The walk of `iter_blocks_after`; holds a place, not a copy."""
     cdef FreeBlockQueue queue
@@ -387,6 +413,7 @@ cdef class BlockIterator:
 # The collector breaks the cycle at the list of blocks and at the blocks: a queue that it has already
 # cleared could not answer a block that is looked at later.
 @cython.no_gc_clear
+@cython.auto_pickle(False)
 cdef class FreeBlockQueue:
     """Free KV-cache blocks in the order in which they are handed out.
 
@@ -413,7 +440,7 @@ cdef class FreeBlockQueue:
     cdef BlockLayout _layout
     cdef cpp_bool _head_is_cut
     cdef cpp_bool _tail_is_cut
-    cdef public Py_ssize_t num_free_blocks
+    cdef Py_ssize_t _num_free_blocks
     cdef readonly FreeListEnd fake_free_list_head
     cdef readonly FreeListEnd fake_free_list_tail
 
@@ -425,7 +452,7 @@ cdef class FreeBlockQueue:
         self.fake_free_list_tail.queue = self
         self.fake_free_list_tail.is_tail = True
 
-    def __init__(self, blocks, policy: str = "lru"):
+    def __init__(self, blocks, policy="lru"):
         if policy not in POLICIES:
             raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
         if self._list.capacity():
@@ -436,7 +463,7 @@ cdef class FreeBlockQueue:
         if not self._link(blocks, &chain):
             raise RuntimeError("FreeBlockQueue(): the blocks changed during the call")
         self._list.splice_back(chain)
-        self.num_free_blocks = PyList_GET_SIZE(blocks)
+        self._num_free_blocks = PyList_GET_SIZE(blocks)
 
     def __dealloc__(self):
         if self._layout is not None:
@@ -445,40 +472,57 @@ cdef class FreeBlockQueue:
     def __repr__(self):
         return f"<{type(self).__qualname__} policy=lru free={self._list.size()}>"
 
+    @property
+    def num_free_blocks(self):
+        """How many blocks are free. May be assigned, to make a pool look full; honoured by
+        popleft_n() until it is put back."""
+        return self._num_free_blocks
+
+    @num_free_blocks.setter
+    def num_free_blocks(self, Py_ssize_t count):
+        if not -_MAX_COUNT <= count <= _MAX_COUNT:
+            raise ValueError(f"num_free_blocks: {count} is not a number of blocks")
+        self._num_free_blocks = count
+
     def popleft(self):
         """Take the first block. ValueError when there is none."""
         if self._list.size() == 0 or self._head_is_cut:
-            if self.num_free_blocks != 0:
-                raise AssertionError(f"num_free_blocks ({self.num_free_blocks}) is out of sync "
+            if self._num_free_blocks != 0:
+                raise AssertionError(f"num_free_blocks ({self._num_free_blocks}) is out of sync "
                                      "with the free list.")
             raise ValueError("No free blocks available")
-        self._refuse_dying()
+        if self._is_dying():
+            raise RuntimeError("popleft(): this queue is being destroyed")
         cdef PyObject* blocks = <PyObject*> self._blocks
         cdef PyObject* block = list_item(blocks, self._list.pop_front())
-        self.num_free_blocks -= 1
+        self._num_free_blocks -= 1
         # The next call wants the next object: begin to load it now.
         cdef BlockId front = self._list.front()
         if front != kEnd:
             prefetch(list_item(blocks, front))
         return <object> block
 
-    def popleft_n(self, Py_ssize_t n):
+    def popleft_n(self, n):
         """Take the first `n` blocks, in order. AssertionError when there are fewer."""
+        # A number too large for any queue becomes the largest there is.
+        return self._pop_n(PyNumber_AsSsize_t(n, NULL))
+
+    cdef object _pop_n(self, Py_ssize_t n):
         if n < 0:
             raise ValueError(f"popleft_n({n}): the number of blocks must not be negative")
         if n == 0:
             return []
-        if n > self.num_free_blocks:
-            raise AssertionError(f"popleft_n({n}): only {self.num_free_blocks} blocks are free")
+        if n > self._num_free_blocks:
+            raise AssertionError(f"popleft_n({n}): only {self._num_free_blocks} blocks are free")
         if self._head_is_cut:
             raise AssertionError("next_free_block of fake_free_list_head should always exist")
         if <size_t> n > self._list.size():
-            raise RuntimeError(f"popleft_n({n}): num_free_blocks says {self.num_free_blocks} but "
+            raise RuntimeError(f"popleft_n({n}): num_free_blocks says {self._num_free_blocks} but "
                                f"{self._list.size()} blocks are queued")
         # The only allocation comes first: it may start the garbage collector, and with it code
         # that changes this queue.
         cdef PyObject* taken = PyList_New_raw(n)
-        if <size_t> n > self._list.size() or PyList_GET_SIZE(self._blocks) == 0:
+        if <size_t> n > self._list.size() or self._is_dying():
             Py_XDECREF(taken)
             raise RuntimeError(f"popleft_n({n}): the queue changed during the call")
         cdef BlockId ids[POP_CHUNK]
@@ -495,7 +539,7 @@ cdef class FreeBlockQueue:
                 Py_INCREF(block)
                 set_list_item(taken, done + i, block)
             done += chunk
-        self.num_free_blocks -= n
+        self._num_free_blocks -= n
         result = <object> taken
         Py_XDECREF(taken)
         return result
@@ -507,7 +551,7 @@ cdef class FreeBlockQueue:
             raise RuntimeError(
                 f"remove() called on an invalid block: {block!r}: it is not in this queue")
         self._list.remove(id)
-        self.num_free_blocks -= 1
+        self._num_free_blocks -= 1
 
     def append(self, block):
         """Put a block last."""
@@ -520,7 +564,7 @@ cdef class FreeBlockQueue:
             if id == kEnd:
                 raise RuntimeError("append(): the block changed during the call")
         self._list.push_back(id)
-        self.num_free_blocks += 1
+        self._num_free_blocks += 1
 
     def append_n(self, blocks):
         """Put blocks last, in the given order; all or none."""
@@ -529,7 +573,7 @@ cdef class FreeBlockQueue:
             raise AssertionError("prev_free_block of fake_free_list_tail should always exist")
         self._link_all(blocks, &chain, "append_n")
         self._list.splice_back(chain)
-        self.num_free_blocks += <Py_ssize_t> chain.size
+        self._num_free_blocks += <Py_ssize_t> chain.size
 
     def prepend_n(self, blocks):
         """Put blocks first, in the given order; all or none."""
@@ -538,7 +582,7 @@ cdef class FreeBlockQueue:
             raise AssertionError("next_free_block of fake_free_list_head should always exist")
         self._link_all(blocks, &chain, "prepend_n")
         self._list.splice_front(chain)
-        self.num_free_blocks += <Py_ssize_t> chain.size
+        self._num_free_blocks += <Py_ssize_t> chain.size
 
     def get_all_free_blocks(self):
         """The blocks in the order in which they would be handed out."""
@@ -585,8 +629,8 @@ cdef class FreeBlockQueue:
             if self._member_id(<PyObject*> block) != id:
                 return f"block {id} is queued but another queue owns it"
             id = self._list.next(id)
-        if <size_t> self.num_free_blocks != self._list.size():
-            return (f"num_free_blocks is {self.num_free_blocks} but "
+        if <size_t> self._num_free_blocks != self._list.size():
+            return (f"num_free_blocks is {self._num_free_blocks} but "
                     f"{self._list.size()} are queued")
         if self._head_is_cut or self._tail_is_cut:
             return "an end of the list was cut off from outside"
@@ -615,22 +659,33 @@ cdef class FreeBlockQueue:
             "longest_run": longest,
         }
 
-    cdef inline BlockId _own_id(self, PyObject* block) noexcept:
+    cdef inline BlockId _own_id(self, PyObject* block) except? kFailed:
         """Id of a block that this queue owns, queued or not; kEnd for any other object."""
         cdef BlockLayout layout = self._layout
-        cdef PyObject* boxed
-        cdef int overflow = 0
-        cdef long id
         if layout is None or not PyObject_TypeCheck(block, <PyTypeObject*> layout.cls):
             return kEnd
         if layout.id_offset >= 0:
-            if (<PyObject**> (<char*> block + layout.prev_offset))[0] != <PyObject*> self:
-                return kEnd
-            boxed = (<PyObject**> (<char*> block + layout.id_offset))[0]
-        else:
-            if layout.raw(block, False) != <PyObject*> self:
-                return kEnd
-            boxed = layout.stored(block, -1, "block_id")
+            return self._own_slot_id(block)
+        return self._own_dict_id(block)
+
+    cdef inline BlockId _own_slot_id(self, PyObject* block) noexcept:
+        """_own_id() of a block with slots: runs no Python code and cannot fail."""
+        cdef BlockLayout layout = self._layout
+        if (<PyObject**> (<char*> block + layout.prev_offset))[0] != <PyObject*> self:
+            return kEnd
+        return self._known_id(block, (<PyObject**> (<char*> block + layout.id_offset))[0])
+
+    cdef BlockId _own_dict_id(self, PyObject* block) except? kFailed:
+        """_own_id() of a block without slots: may fail, and keys of its dict may run code."""
+        cdef BlockLayout layout = self._layout
+        if layout.raw(block, False) != <PyObject*> self:
+            return kEnd
+        return self._known_id(block, layout.stored(block, -1, "block_id"))
+
+    cdef inline BlockId _known_id(self, PyObject* block, PyObject* boxed) noexcept:
+        """The number in `boxed` if the block is known under it, else kEnd."""
+        cdef int overflow = 0
+        cdef long id
         if boxed == NULL or not PyLong_CheckExact(boxed):
             return kEnd
         id = PyLong_AsLongAndOverflow(boxed, &overflow)
@@ -641,29 +696,52 @@ cdef class FreeBlockQueue:
     cdef inline void _load_links(self, PyObject* block) noexcept:
         """Begin to load what _own_id() reads of a block: its head and its link slot."""
         prefetch(block)
-        if self._layout is not None and self._layout.prev_offset > 0:
-            prefetch(<char*> block + self._layout.prev_offset)
+        prefetch(<char*> block + self._layout.prev_offset)
 
     cdef inline void _load_id(self, PyObject* block) noexcept:
         """Begin to load the int that is the id of a block, whose head is loaded by now."""
         cdef BlockLayout layout = self._layout
-        if (layout is not None and layout.id_offset > 0
-                and PyObject_TypeCheck(block, <PyTypeObject*> layout.cls)):
+        if PyObject_TypeCheck(block, <PyTypeObject*> layout.cls):
             prefetch((<PyObject**> (<char*> block + layout.id_offset))[0])
 
-    cdef inline BlockId _member_id(self, PyObject* block) noexcept:
+    cdef inline BlockId _member_id(self, PyObject* block) except? kFailed:
         """Id of a block that is queued here, else kEnd."""
         cdef BlockId id = self._own_id(block)
         return id if id == kEnd or self._list.contains(id) else kEnd
 
-    cdef inline BlockId _claim(self, PyObject* block) noexcept:
+    cdef inline BlockId _claim(self, PyObject* block) except? kFailed:
         """Id of a block that this queue owns and that is not queued, else kEnd."""
         cdef BlockId id = self._own_id(block)
         return id if id == kEnd or not self._list.contains(id) else kEnd
 
-    cdef bint _link(self, list blocks, Chain* chain) noexcept:
+    cdef bint _link(self, list blocks, Chain* chain) except -1:
         """Chain unqueued blocks of ours; False, with nothing changed, where one is not."""
+        if self._layout is None:
+            return PyList_GET_SIZE(blocks) == 0
+        if self._layout.id_offset < 0:
+            return self._link_dict_blocks(blocks, chain)
+        return self._link_slot_blocks(blocks, chain)
+
+    cdef bint _link_dict_blocks(self, list blocks, Chain* chain) except -1:
+        # All that may fail or run code comes before the first link.
+        cdef vector[BlockId] ids
+        cdef BlockId id
+        for block in list(blocks):
+            id = self._claim(<PyObject*> block)
+            if id == kEnd:
+                return False
+            ids.push_back(id)
+        for id in ids:
+            if self._list.contains(id):
+                self._list.dissolve(chain[0])
+                chain[0] = Chain()
+                return False
+            self._list.extend(chain[0], id)
+        return True
+
+    cdef bint _link_slot_blocks(self, list blocks, Chain* chain) noexcept:
         cdef PyObject* items = <PyObject*> blocks
+        cdef PyObject* block
         cdef Py_ssize_t n = PyList_GET_SIZE(blocks), i
         cdef BlockId id
         for i in range(n):
@@ -671,8 +749,11 @@ cdef class FreeBlockQueue:
                 self._load_links(list_item(items, i + 2 * AHEAD))
             if i + AHEAD < n:
                 self._load_id(list_item(items, i + AHEAD))
-            id = self._claim(list_item(items, i))
-            if id == kEnd:
+            block = list_item(items, i)
+            id = kEnd
+            if PyObject_TypeCheck(block, <PyTypeObject*> self._layout.cls):
+                id = self._own_slot_id(block)
+            if id == kEnd or self._list.contains(id):
                 self._list.dissolve(chain[0])
                 chain[0] = Chain()
                 return False
@@ -697,6 +778,8 @@ cdef class FreeBlockQueue:
         cdef dict batch = {}
         cdef FreeBlockQueue owner
         cdef BlockLayout layout = self._layout
+        if self._is_dying():
+            raise RuntimeError(f"{verb}(): this queue is being destroyed")
         for block in blocks:
             block_id = self._checked_id(block, verb)
             if layout is None:
@@ -712,27 +795,32 @@ cdef class FreeBlockQueue:
             if block_id in batch:
                 raise RuntimeError(f"{verb}(): block {block_id} comes twice in one call")
             batch[block_id] = block
-            if take_over:
-                continue
+        for block_id, block in batch.items():
             owner = layout.owner(<PyObject*> block)
-            if owner is self and self._member_id(<PyObject*> block) != kEnd:
-                raise RuntimeError(f"{verb}(): block {block_id} is already queued")
-            if block.prev_free_block is not None or block.next_free_block is not None:
-                raise RuntimeError(f"{verb}(): block {block_id} is queued in another queue")
-        if batch:
-            self._make_room(max(batch) + 1)
+            if owner is None:
+                if not take_over and (block.prev_free_block is not None
+                                      or block.next_free_block is not None):
+                    raise RuntimeError(f"{verb}(): block {block_id} is queued in another queue")
+            elif owner._own_id(<PyObject*> block) == kEnd:
+                # A queue knows its blocks under their ids.
+                raise RuntimeError(f"{verb}(): block {block_id} had another id when it was queued "
+                                   "first, or is a copy of a block")
+            elif not take_over and owner._member_id(<PyObject*> block) != kEnd:
+                raise RuntimeError(f"{verb}(): block {block_id} is "
+                                   + ("already queued" if owner is self
+                                      else "queued in another queue"))
+        if not batch:
+            return 0
+        self._make_room(max(batch) + 1)
         for block_id, block in batch.items():
             owner = layout.owner(<PyObject*> block)
             if owner is not None and owner._member_id(<PyObject*> block) != kEnd:
-                if not take_over:
-                    # Reading the ids ran somebody's code, which has queued the block meanwhile.
-                    raise RuntimeError(f"{verb}(): block {block_id} was queued during the call")
                 owner._list.remove(owner._member_id(<PyObject*> block))
-                owner.num_free_blocks -= 1
+                owner._num_free_blocks -= 1
             layout.set_raw(<PyObject*> block, False, self)
             layout.set_raw(<PyObject*> block, True, None)
             self._blocks[block_id] = block
-        if self._layout is None and layout is not None:
+        if self._layout is None:
             self._layout = layout
             layout.queues += 1
         return 0
@@ -754,16 +842,23 @@ cdef class FreeBlockQueue:
         """The id of something that could be a block of this queue, its class prepared."""
         if type(block) is FreeListEnd:
             raise RuntimeError(f"{verb}(): an end of a free list (block id -1) is not a block")
-        for name in ("block_id", "prev_free_block", "next_free_block"):
-            if not hasattr(block, name):
-                raise TypeError(f"{verb}(): {type(block).__name__} is not a KV-cache block")
-        block_id = block.block_id
+        cdef BlockLayout layout = _layout_of(type(block))
+        if layout is None:
+            layout = _new_layout(type(block))
+        cdef PyObject* stored = NULL
+        if layout is not None:
+            stored = layout.stored(<PyObject*> block, layout.id_offset, "block_id")
+        if stored == NULL or not all(hasattr(block, name)
+                                     for name in ("prev_free_block", "next_free_block")):
+            raise TypeError(
+                f"{verb}(): {type(block).__name__} is not a KV-cache block: it needs block_id, "
+                "prev_free_block and next_free_block, as slots or as plain attributes")
+        block_id = <object> stored
         if type(block_id) is not int:
             raise TypeError(f"{verb}(): block id {block_id!r} is not an int")
         if not 0 <= block_id <= MAX_BLOCK_ID:
             raise RuntimeError(f"{verb}(): block id {block_id} is not in 0...{MAX_BLOCK_ID}")
-        if _layout_of(type(block)) is None:
-            serve_links(type(block))
+        serve_links(type(block))
         return block_id
 
     cdef object _neighbour(self, block, bint is_next):
@@ -790,8 +885,6 @@ cdef class FreeBlockQueue:
             id = self._list.next(id)
         return None if id == kEnd else self._blocks[id]
 
-    cdef int _refuse_dying(self) except -1:
-        # The garbage collector empties the list of blocks of a queue that it destroys.
-        if PyList_GET_SIZE(self._blocks) == 0:
-            raise RuntimeError("this queue is being destroyed")
-        return 0
+    cdef inline bint _is_dying(self) noexcept:
+        """Whether the garbage collector has emptied the list of blocks, as it takes us apart."""
+        return <size_t> PyList_GET_SIZE(self._blocks) != self._list.capacity()

@@ -11,6 +11,7 @@ and stays as it was.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from typing import Any
@@ -57,7 +58,7 @@ class FreeBlockQueue:
         for block in blocks:
             other = _queue_of(block)
             if other is not None:
-                other.remove(block)
+                FreeBlockQueue.remove(other, block)
         self.num_free_blocks = len(blocks)
         self.fake_free_list_head = FreeListEnd(self)
         self.fake_free_list_tail = FreeListEnd(self)
@@ -79,6 +80,7 @@ class FreeBlockQueue:
 
     def popleft_n(self, n: int) -> list[Any]:
         """Take the first ``n`` blocks, in order. AssertionError when there are fewer."""
+        n = operator.index(n)
         if n < 0:
             raise ValueError(f"popleft_n({n}): the number of blocks must not be negative")
         if n == 0:

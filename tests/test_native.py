@@ -10,6 +10,7 @@ import pickle
 import sys
 import tracemalloc
 import weakref
+from abc import ABCMeta
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +19,13 @@ from implementations import QUEUES, DictBlock, SlotBlock, assert_order, ids, wal
 
 import pyblockpool
 from pyblockpool import FreeBlockQueue, reference
-from pyblockpool._queue import MAX_BLOCK_ID, FreeListEnd, serve_links, withdraw_links
+from pyblockpool._queue import (
+    MAX_BLOCK_ID,
+    FreeListEnd,
+    can_serve_links,
+    serve_links,
+    withdraw_links,
+)
 
 
 class Pool:
@@ -222,7 +229,7 @@ def test_links_that_are_properties_are_refused() -> None:
         prev_free_block = property(lambda self: None)
         next_free_block = property(lambda self: None)
 
-    with pytest.raises(TypeError, match="no links that a queue could serve"):
+    with pytest.raises(TypeError, match="Propertied is not a KV-cache block"):
         FreeBlockQueue([Propertied()])
     assert isinstance(vars(Propertied)["next_free_block"], property)
 
@@ -294,12 +301,110 @@ def test_a_subclass_with_links_of_its_own_is_another_class() -> None:
     assert walk(FreeBlockQueue(made)) == [0, 1, 2]
 
 
+def test_blocks_of_a_class_with_a_metaclass() -> None:
+    class Abstract(metaclass=ABCMeta):
+        def __init__(self, block_id: int) -> None:
+            self.block_id = block_id
+            self.prev_free_block = self.next_free_block = None
+
+    assert_order(FreeBlockQueue([Abstract(0), Abstract(1)]), [0, 1])
+
+
+def test_a_class_that_claims_to_be_another_is_not_believed() -> None:
+    """By equality and hash, or by its list of bases: offsets of slots hold for true bases only."""
+    FreeBlockQueue([SlotBlock(0)])
+
+    class Equal(type):
+        def __eq__(cls, other: object) -> bool:
+            return True
+
+        def __hash__(cls) -> int:
+            return hash(SlotBlock)
+
+    class Descended(type):
+        @property
+        def __mro__(cls) -> Any:
+            return (SlotBlock, object)
+
+    for metaclass in (Equal, Descended):
+        liar: Any = metaclass("Liar", (), {"__slots__": ("block_id",)})
+        liar.prev_free_block = liar.next_free_block = None
+        block = liar()
+        block.block_id = 0
+        with pytest.raises(TypeError, match="not a KV-cache block"):
+            FreeBlockQueue([]).append(block)
+
+
+def test_slots_of_another_class_are_not_read() -> None:
+    class Big:
+        __slots__ = tuple(f"s{i}" for i in range(400))
+
+    class Borrower:
+        __slots__ = ("block_id",)
+        prev_free_block = vars(Big)["s398"]
+        next_free_block = vars(Big)["s399"]
+
+    assert not can_serve_links(Borrower)
+    with pytest.raises(TypeError):
+        serve_links(Borrower)
+
+
+@pytest.mark.parametrize("thing", [3, "x", None])
+def test_only_classes_can_have_links(thing: Any) -> None:
+    assert not can_serve_links(thing)
+
+
+def test_a_failing_allocation_while_a_dict_is_made_changes_nothing() -> None:
+    testcapi: Any = pytest.importorskip("_testcapi")
+    made = [DictBlock(i) for i in range(8)]
+    queue = FreeBlockQueue(made[:4])
+    for call in (lambda: queue.remove(made[2]), lambda: queue.append(made[7])):
+        for start in range(12):
+            testcapi.set_nomemory(start, start + 1)
+            try:
+                call()
+            except (MemoryError, RuntimeError):
+                pass
+            finally:
+                testcapi.remove_mem_hooks()
+            assert queue.check() == ""
+            assert 0 in ids(queue.get_all_free_blocks())
+
+
+@pytest.mark.parametrize("what", ["clear the batch", "reorder", "remove"])
+def test_keys_of_a_dict_that_run_code_do_not_break_the_list(what: str) -> None:
+    made = [DictBlock(i) for i in range(8)]
+    queue = FreeBlockQueue(made)
+    batch = queue.popleft_n(6)
+    actions = {
+        "clear the batch": batch.clear,
+        "reorder": queue.reorder,
+        "remove": lambda: queue.remove(made[7]),
+    }
+    pending: list[Any] = []
+
+    class Key:
+        def __hash__(self) -> int:
+            return hash("block_id")
+
+        def __eq__(self, other: object) -> bool:
+            while pending:
+                pending.pop()()
+            return False
+
+    attributes: Any = {Key(): 0}
+    made[5].__dict__ = attributes | made[5].__dict__
+    pending.append(actions[what])
+    queue.append_n(batch)
+    assert queue.check() == ""
+
+
 def test_an_id_that_is_computed_is_refused() -> None:
     class Computed:
         prev_free_block = next_free_block = None
         block_id = property(lambda self: 3)
 
-    with pytest.raises(TypeError, match="no links that a queue could serve"):
+    with pytest.raises(TypeError, match="Computed is not a KV-cache block"):
         FreeBlockQueue([Computed()])
     assert vars(Computed)["next_free_block"] is None
 
@@ -354,6 +459,34 @@ def test_a_copied_block_is_another_block(block_class: Any) -> None:
         assert twin.prev_free_block is None
         with pytest.raises(RuntimeError, match="block 0 is foreign"):
             queue.append(twin)
+
+
+@pytest.mark.parametrize("block_class", [SlotBlock, DictBlock])
+def test_a_queued_block_is_not_queued_again_under_another_id(block_class: Any) -> None:
+    made = [block_class(i) for i in range(3)]
+    queue = FreeBlockQueue(made)
+    made[0].block_id = 100
+    for attempt in (
+        lambda: queue.append(made[0]),
+        lambda: FreeBlockQueue([]).append(made[0]),
+        lambda: FreeBlockQueue([made[0]]),
+    ):
+        with pytest.raises(RuntimeError, match="block 100 had another id"):
+            attempt()
+    made[0].block_id = 0
+    assert_order(queue, [0, 1, 2])
+
+
+def test_a_copy_of_a_block_can_be_made_a_block_of_its_own() -> None:
+    made = [DictBlock(i) for i in range(2)]
+    queue = FreeBlockQueue(made)
+    twin = copy.copy(made[0])
+    twin.block_id = 7
+    with pytest.raises(RuntimeError, match="or is a copy of a block"):
+        queue.append(twin)
+    twin.prev_free_block = twin.next_free_block = None
+    queue.append(twin)
+    assert_order(queue, [0, 1, 7])
 
 
 def test_an_id_that_was_changed_is_noticed() -> None:

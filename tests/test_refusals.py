@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,9 @@ Mistake = Callable[[Any, list[Any]], Any]
 MISTAKES: dict[str, tuple[Mistake, type[Exception], str]] = {
     "popleft_n negative": (lambda q, b: q.popleft_n(-1), ValueError, "-1"),
     "popleft_n float": (lambda q, b: q.popleft_n(1.5), TypeError, "integer"),
+    "popleft_n far too many": (lambda q, b: q.popleft_n(2**70), AssertionError, "only 3 blocks"),
+    "popleft_n far too few": (lambda q, b: q.popleft_n(-(2**70)), ValueError, "negative"),
+    "popleft_n zero as a float": (lambda q, b: q.popleft_n(0.0), TypeError, "integer"),
     "append queued": (lambda q, b: q.append(b[2]), RuntimeError, "block 2 is already queued"),
     "append_n queued": (lambda q, b: q.append_n([b[0], b[2]]), RuntimeError, "block 2 is already"),
     "prepend_n queued": (
@@ -116,9 +120,9 @@ def test_num_free_blocks_is_a_whole_number(blocks: MakeBlocks, count: Any) -> No
     assert_order(queue, [0, 1])
 
 
-@pytest.mark.parametrize("bad", ["", "fifo", "LRU", "sorted", "extent"])
-def test_an_unknown_policy_is_refused_by_name(strict_class: Any, bad: str) -> None:
-    with pytest.raises(ValueError, match=f"'{bad}' is not one of lru"):
+@pytest.mark.parametrize("bad", ["", "fifo", "LRU", "sorted", "extent", None, 5, b"lru", []])
+def test_an_unknown_policy_is_refused_by_name(strict_class: Any, bad: Any) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"{bad!r} is not one of lru")):
         strict_class([], policy=bad)
 
 

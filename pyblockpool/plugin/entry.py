@@ -8,6 +8,7 @@ imported inside.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -21,6 +22,8 @@ class _Active:
 
 
 _active: _Active | None = None
+# vLLM loads plugins once in each process, but whoever embeds it may start engines from two threads.
+_lock = threading.Lock()
 
 
 def register() -> None:
@@ -35,8 +38,11 @@ def register() -> None:
     """
     global _active
     settings = Settings.from_environ(os.environ)
-    if _active is not None:
-        if settings != _active.settings:
+    with _lock:
+        if _active is None:
+            if settings.queue is not None:
+                _active = _Active(settings, _switch_on(settings.queue))
+        elif settings != _active.settings:
             from pyblockpool.errors import ConflictError
 
             raise ConflictError(
@@ -44,18 +50,20 @@ def register() -> None:
                 f"{settings.queue!r} in a process in which pyblockpool is active: set it before "
                 "vLLM starts"
             )
-        return
-    if settings.queue is None:
-        return
-    _active = _Active(settings, _switch_on(settings.queue))
 
 
 def restore() -> None:
-    """Take back every change to vLLM. RuntimeError, with nothing changed, while pools are alive."""
+    """Take back every change to vLLM.
+
+    Raises:
+        RuntimeError: native queues are alive; nothing is changed.
+        ConflictError: somebody has replaced the queue once more; nothing is changed.
+    """
     global _active
-    if _active is not None:
-        _active.undo()
-        _active = None
+    with _lock:
+        if _active is not None:
+            _active.undo()
+            _active = None
 
 
 def _switch_on(queue: str) -> Callable[[], None]:

@@ -8,11 +8,24 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+from pyblockpool.errors import ConflictError
 from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS
 from pyblockpool.settings import QUEUE_VARIABLE
 
-Undo = Callable[[], None]
 RFC = "https://github.com/vllm-project/vllm/issues/40244"
+
+
+@dataclass(frozen=True)
+class Undo:
+    """What takes a patch back.
+
+    Attributes:
+        refuse: raises, with nothing changed, if it cannot be taken back now.
+        act: takes it back.
+    """
+
+    refuse: Callable[[], None]
+    act: Callable[[], None]
 
 
 @dataclass(frozen=True)
@@ -34,14 +47,19 @@ class Patch:
     retire_when: str
 
 
-def apply_all(patches: Iterable[Patch]) -> Undo:
-    """Apply in order; where one fails, take the others back and raise what it raised."""
+def apply_all(patches: Iterable[Patch]) -> Callable[[], None]:
+    """Apply in order; where one fails, take the others back and raise what it raised.
+
+    Returns:
+        What takes all of them back, or raises with none taken back.
+    """
     undos: list[Undo] = []
 
     def undo_all() -> None:
+        for undo in undos:
+            undo.refuse()
         while undos:
-            undos[-1]()
-            undos.pop()
+            undos.pop().act()
 
     try:
         for patch in patches:
@@ -55,24 +73,35 @@ def apply_all(patches: Iterable[Patch]) -> Undo:
 def _accept_variable() -> Undo:
     known: dict[str, Any] = import_module("vllm.envs").environment_variables
     if QUEUE_VARIABLE in known:
-        return lambda: None
+        return Undo(refuse=_nothing, act=_nothing)
     # A constant, as the values of registered variables enter the key of the torch.compile cache,
     # and kernels do not depend on the queue. It must not raise: vLLM calls it for its own reasons.
     known[QUEUE_VARIABLE] = lambda: "set"
-    return lambda: known.__delitem__(QUEUE_VARIABLE)
+
+    def undo() -> None:
+        known.pop(QUEUE_VARIABLE, None)
+
+    return Undo(refuse=_nothing, act=undo)
+
+
+def _nothing() -> None: ...
 
 
 def _serve_links() -> Undo:
-    from pyblockpool._queue import serve_links, withdraw_links
+    from pyblockpool._queue import queues_of, serve_links, withdraw_links
 
     block_class = import_module(KV_CACHE_UTILS).KVCacheBlock
 
-    def undo() -> None:
+    def refuse() -> None:
         gc.collect()  # pools are cycles: one that was dropped may still be there
-        withdraw_links(block_class)
+        if alive := queues_of(block_class):
+            raise RuntimeError(
+                f"{alive} native queues still have blocks of {block_class.__qualname__}: "
+                "drop them (and their pools) first"
+            )
 
     serve_links(block_class)
-    return undo
+    return Undo(refuse, act=lambda: withdraw_links(block_class))
 
 
 def _swap_queue() -> Undo:
@@ -80,12 +109,25 @@ def _swap_queue() -> Undo:
 
     module: Any = import_module(BLOCK_POOL)
     original = module.FreeKVCacheBlockQueue
-    module.FreeKVCacheBlockQueue = FreeBlockQueue
+    if original is FreeBlockQueue:
+        raise ConflictError(
+            f"{BLOCK_POOL}.FreeKVCacheBlockQueue is native already, but not by this copy of the "
+            "plugin: load it once"
+        )
+
+    def refuse() -> None:
+        now = module.FreeKVCacheBlockQueue
+        if now is not FreeBlockQueue:
+            raise ConflictError(
+                f"{BLOCK_POOL}.FreeKVCacheBlockQueue has been replaced again, by "
+                f"{now.__module__}.{now.__qualname__}: take that back first"
+            )
 
     def undo() -> None:
         module.FreeKVCacheBlockQueue = original
 
-    return undo
+    module.FreeKVCacheBlockQueue = FreeBlockQueue
+    return Undo(refuse, undo)
 
 
 ACCEPT_VARIABLE = Patch(
@@ -112,6 +154,5 @@ SWAP_QUEUE = Patch(
 
 PATCHES: dict[str, tuple[Patch, ...]] = {
     "python": (ACCEPT_VARIABLE,),
-    # Undone from the end: what may refuse to be undone comes last.
     "native": (ACCEPT_VARIABLE, SWAP_QUEUE, SERVE_LINKS),
 }

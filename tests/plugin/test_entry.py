@@ -6,6 +6,7 @@ import gc
 import logging
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import pytest
@@ -262,6 +263,50 @@ def test_a_patch_that_fails_takes_the_others_back(
     before = host.snapshot()
     with pytest.raises(OSError, match="no more"):
         entry.register()
+    assert host.snapshot() == before
+
+
+def test_a_queue_that_was_replaced_after_us_is_not_overwritten(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    entry.register()
+    rival = type("Rival", (), {"__module__": "rival.queue"})
+    host.block_pool.FreeKVCacheBlockQueue = rival
+    active = host.snapshot()
+    with pytest.raises(ConflictError, match=r"replaced again, by rival\.queue\.Rival"):
+        entry.restore()
+    assert host.snapshot() == active
+    host.block_pool.FreeKVCacheBlockQueue = FreeBlockQueue
+    entry.restore()
+
+
+def test_a_second_copy_of_the_plugin_is_refused(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    entry.register()
+    active = host.snapshot()
+    monkeypatch.setattr(entry, "_active", None)
+    with pytest.raises(ConflictError, match="not by this copy of the plugin"):
+        entry.register()
+    assert host.snapshot() == active
+
+
+def test_threads_switch_on_once(host: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    before = host.snapshot()
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=entry.register) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    entry.restore()
     assert host.snapshot() == before
 
 
