@@ -302,7 +302,7 @@ def test_a_subclass_with_links_of_its_own_is_another_class() -> None:
 
 
 def test_blocks_of_a_class_with_a_metaclass() -> None:
-    class Abstract(metaclass=ABCMeta):
+    class Abstract(metaclass=ABCMeta):  # noqa: B024
         def __init__(self, block_id: int) -> None:
             self.block_id = block_id
             self.prev_free_block = self.next_free_block = None
@@ -358,7 +358,8 @@ def test_a_failing_allocation_while_a_dict_is_made_changes_nothing() -> None:
     testcapi: Any = pytest.importorskip("_testcapi")
     made = [DictBlock(i) for i in range(8)]
     queue = FreeBlockQueue(made[:4])
-    for call in (lambda: queue.remove(made[2]), lambda: queue.append(made[7])):
+    calls: list[Any] = [lambda: queue.remove(made[2]), lambda: queue.append(made[7])]
+    for call in calls:
         for start in range(12):
             testcapi.set_nomemory(start, start + 1)
             try:
