@@ -107,6 +107,8 @@ cdef enum:
     # Ids taken off the list at a time: the loads of all blocks of a chunk are under way before the
     # first is used, and their headers fit the first-level cache.
     POP_CHUNK = 128
+    # How many blocks ahead of the front of the queue objects are loaded between two calls.
+    LEAD = 8
     # How many blocks ahead the objects of a batch that is put back are loaded.
     AHEAD = 8
 
@@ -438,6 +440,8 @@ cdef class FreeBlockQueue:
     cdef list _blocks
     # Of the one class of blocks that this queue holds; None until it has seen a block.
     cdef BlockLayout _layout
+    # Up to where _look_ahead() has come; only a hint, of no consequence if it is stale.
+    cdef BlockId _lead
     cdef cpp_bool _head_is_cut
     cdef cpp_bool _tail_is_cut
     cdef Py_ssize_t _num_free_blocks
@@ -446,6 +450,7 @@ cdef class FreeBlockQueue:
 
     def __cinit__(self, *args, **kwargs):
         self._blocks = []
+        self._lead = kEnd
         self.fake_free_list_head = FreeListEnd.__new__(FreeListEnd)
         self.fake_free_list_head.queue = self
         self.fake_free_list_tail = FreeListEnd.__new__(FreeListEnd)
@@ -496,10 +501,7 @@ cdef class FreeBlockQueue:
         cdef PyObject* blocks = <PyObject*> self._blocks
         cdef PyObject* block = list_item(blocks, self._list.pop_front())
         self._num_free_blocks -= 1
-        # The next call wants the next object: begin to load it now.
-        cdef BlockId front = self._list.front()
-        if front != kEnd:
-            prefetch(list_item(blocks, front))
+        self._look_ahead(1)
         return <object> block
 
     def popleft_n(self, n):
@@ -540,6 +542,7 @@ cdef class FreeBlockQueue:
                 set_list_item(taken, done + i, block)
             done += chunk
         self._num_free_blocks -= n
+        self._look_ahead(n)
         result = <object> taken
         Py_XDECREF(taken)
         return result
@@ -582,6 +585,7 @@ cdef class FreeBlockQueue:
             raise AssertionError("next_free_block of fake_free_list_head should always exist")
         self._link_all(blocks, &chain, "prepend_n")
         self._list.splice_front(chain)
+        self._lead = kEnd
         self._num_free_blocks += <Py_ssize_t> chain.size
 
     def get_all_free_blocks(self):
@@ -609,6 +613,7 @@ cdef class FreeBlockQueue:
     def reorder(self):
         """Canonical order: ascending block ids. O(largest id)."""
         self._list.sort_by_id()
+        self._lead = kEnd
 
     def check(self):
         """The first broken rule as text, "" if all hold. O(largest id)."""
@@ -692,6 +697,20 @@ cdef class FreeBlockQueue:
         if id < 0 or id >= PyList_GET_SIZE(self._blocks):
             return kEnd
         return <BlockId> id if list_item(<PyObject*> self._blocks, id) == block else kEnd
+
+    cdef inline void _look_ahead(self, Py_ssize_t taken) noexcept:
+        """Begin to load the blocks that the calls after one that took `taken` will want."""
+        cdef PyObject* blocks = <PyObject*> self._blocks
+        cdef BlockId id = self._lead
+        if id < 0 or not self._list.contains(id):
+            id = kEnd
+            taken = LEAD
+        for _ in range(min(taken, <Py_ssize_t> LEAD)):
+            id = self._list.next(id)
+            if id == kEnd:
+                break
+            self._load_links(list_item(blocks, id))
+        self._lead = id
 
     cdef inline void _load_links(self, PyObject* block) noexcept:
         """Begin to load what _own_id() reads of a block: its head and its link slot."""
