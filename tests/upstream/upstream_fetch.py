@@ -58,7 +58,12 @@ def _download(version: str, folder: Path) -> Path:
     pip = [sys.executable, "-m", "pip", "download"]
     command = [*pip, "--no-deps", "--no-binary=vllm", f"vllm=={version}"]
     # pip asks the archive for its metadata; vLLM's build takes its version from git or from these.
-    override = {"VLLM_VERSION_OVERRIDE": version, "SETUPTOOLS_SCM_PRETEND_VERSION": version}
+    # For a CPU it would name dependencies by URL, which pip refuses; for no device it names none.
+    override = {
+        "VLLM_VERSION_OVERRIDE": version,
+        "SETUPTOOLS_SCM_PRETEND_VERSION": version,
+        "VLLM_TARGET_DEVICE": "empty",
+    }
     try:
         done = subprocess.run(
             command,
