@@ -22,7 +22,8 @@ from upstream_verdict import Divergence, diverging, only_ours, passes, repeated,
 
 CACHE = HERE.parents[1] / ".cache" / "upstream"
 
-# With far fewer passes than these files have, the environment is broken and success means nothing.
+# With fewer passes the environment is broken and success means nothing. The first figure is for
+# releases that have all of these files; on vLLM 0.32 they have 580 passes.
 CORE = (
     "tests/v1/core/test_kv_cache_utils.py",
     "tests/v1/core/test_prefix_caching.py",
@@ -31,7 +32,7 @@ CORE = (
     "tests/v1/core/test_deferred_block_free.py",
     "tests/v1/core/test_swa_inflight_window_free.py",
 )
-CORE_FLOOR = 500
+CORE_FLOOR, OLD_FLOOR = 500, 100
 SHOWN = 50
 MESSAGE_LINES = 6
 
@@ -176,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     cache = options.cache.resolve()
+    result_file = cache / "result.json"
+    result_file.unlink(missing_ok=True)
     try:
         version = installed_version()
         tree = fetch_tests(version, cache)
@@ -196,10 +199,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         return done
 
-    comparison = compare(run, options.queue, files, CORE_FLOOR if set(CORE) <= set(files) else 1)
+    floor = CORE_FLOOR if set(CORE) <= set(files) else 1 if options.only else OLD_FLOOR
+    comparison = compare(run, options.queue, files, floor)
     print(report(comparison, files))
     result = {"vllm": version, "queue": options.queue, **as_json(comparison)}
-    (cache / "result.json").write_text(json.dumps(result, indent=2) + "\n")
+    result_file.write_text(json.dumps(result, indent=2) + "\n")
     return 0 if comparison.ok else 1
 
 

@@ -1,5 +1,6 @@
 """One run of vLLM's tests under pytest-xdist, in processes of their own."""
 
+import contextlib
 import json
 import os
 import signal
@@ -41,29 +42,18 @@ def run_tests(
     for stale in (junit, proof_file):
         stale.unlink(missing_ok=True)
     command = [
-        *(
-            sys.executable,
-            "-m",
-            "pytest",
-            "-c",
-            "pyproject.toml",
-            "-p",
-            "swap_queue",
-            "-p",
-            "no:cacheprovider",
-        ),
+        sys.executable,
+        *"-m pytest -c pyproject.toml -p swap_queue -p no:cacheprovider".split(),
+        *"--quiet --continue-on-collection-errors".split(),
+        f"--junit-xml={junit}",
+        # Leaves out tests/conftest.py, which imports half of the model zoo.
+        "--confcutdir=tests/v1",
         # One test at a time: the slow ones stand together. Not by file: a file whose worker has
         # crashed is begun again with the same test, until no worker is left.
-        *(f"--numprocesses={workers}", "--dist=load", "--maxschedchunk=1"),
-        # Not tests/conftest.py: it imports half of the model zoo.
-        *(
-            "--confcutdir=tests/v1",
-            "--continue-on-collection-errors",
-            "--quiet",
-            f"--junit-xml={junit}",
-        ),
-        *(f"--timeout={TEST_SECONDS}", "-o", f"faulthandler_timeout={WORKER_SECONDS}"),
-        *("-o", "faulthandler_exit_on_timeout=true", *tests),
+        *f"--numprocesses={workers} --dist=load --maxschedchunk=1".split(),
+        *f"--timeout={TEST_SECONDS} -o faulthandler_timeout={WORKER_SECONDS}".split(),
+        *"-o faulthandler_exit_on_timeout=true".split(),
+        *tests,
     ]
     start = time.monotonic()
     with log.open("w") as output:
@@ -102,7 +92,7 @@ def _environment(tree: Path, cache: Path, queue: str, proof_file: Path) -> dict[
 
 
 def _run(command: list[str], tree: Path, environment: dict[str, str], output: Any) -> int:
-    # A session of its own, so that a run that is stopped takes its workers with it.
+    # A session of its own, so that a run takes its workers with it, however it ends.
     process = subprocess.Popen(
         command,
         cwd=tree,
@@ -113,9 +103,9 @@ def _run(command: list[str], tree: Path, environment: dict[str, str], output: An
     )
     try:
         return process.wait(timeout=RUN_SECONDS)
-    except BaseException as error:
-        os.killpg(process.pid, signal.SIGKILL)
+    except subprocess.TimeoutExpired:
+        return -signal.SIGKILL
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-        if isinstance(error, subprocess.TimeoutExpired):
-            return process.returncode
-        raise
