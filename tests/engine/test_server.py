@@ -123,6 +123,7 @@ def plays(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
             "reset": reset,
             "engine": header,
             "record": rest,
+            "log": record.with_suffix(".log").read_text(errors="replace").splitlines(),
         }
     return results
 
@@ -132,6 +133,15 @@ def test_who_serves(plays: dict[str, dict[str, Any]]) -> None:
     assert plays["native"]["engine"]["queue"] == "pyblockpool._queue.FreeBlockQueue"
     for play in plays.values():
         assert play["engine"]["pid"] != play["pid"]
+
+
+def test_the_engine_core_logs_one_line(plays: dict[str, dict[str, Any]]) -> None:
+    assert not [line for line in plays["vllm"]["log"] if "pyblockpool" in line]
+    core = f"pid {plays['native']['engine']['pid']}"
+    lines = [line for line in plays["native"]["log"] if "pyblockpool" in line]
+    (line,) = [line for line in lines if line.endswith(core)]
+    assert "INFO" in line
+    assert "native free-block queue, policy lru" in line
 
 
 def test_the_same_answers(plays: dict[str, dict[str, Any]]) -> None:
