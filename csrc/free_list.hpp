@@ -22,6 +22,12 @@
 #define PYBLOCKPOOL_EXPECT(condition) assert(condition)
 #endif
 
+#if defined(__GNUC__) || defined(__clang__)
+#define PYBLOCKPOOL_PREFETCH(address) __builtin_prefetch(address)
+#else
+#define PYBLOCKPOOL_PREFETCH(address) static_cast<void>(address)
+#endif
+
 namespace pyblockpool {
 
 using BlockId = std::int32_t;
@@ -44,13 +50,16 @@ struct Chain {
 //   prev(next(id)) == id    for each id in L and for the end
 //   |L| == size()
 //
-// Links of one id share eight bytes, as removal needs both; id -1, the end, has index 0.
+// An id also carries a payload, whatever the owner of the list keeps under it; null until set.
+// Links and payload of one id share sixteen bytes, as most operations need all three; id -1, the
+// end, has index 0.
 class FreeList {
  public:
   // Makes room for the ids 0 ... capacity-1. Ids that are new are unlinked. Throws std::bad_alloc
   // with nothing changed.
   void grow(std::size_t capacity) {
-    if (capacity + 1 > links_.size()) links_.resize(capacity + 1, Links{kUnlinked, kUnlinked});
+    if (capacity + 1 > links_.size())
+      links_.resize(capacity + 1, Links{kUnlinked, kUnlinked, nullptr});
   }
 
   std::size_t capacity() const { return links_.size() - 1; }
@@ -58,6 +67,9 @@ class FreeList {
 
   // True for members of the list and of a chain under construction.
   bool contains(BlockId id) const { return at(id).next != kUnlinked; }
+
+  void* payload(BlockId id) const { return at(id).payload; }
+  void set_payload(BlockId id, void* payload) { at(id).payload = payload; }
 
   BlockId front() const { return next(kEnd); }
   BlockId back() const { return prev(kEnd); }
@@ -74,13 +86,16 @@ class FreeList {
     return id;
   }
 
-  // Takes the first `count` ids off the list, in order, into `out`.
-  void pop_front_n(std::size_t count, BlockId* out) {
+  // Takes the first `count` ids off the list, in order, and puts their payloads into `out`. Begins
+  // to load what the payloads point to: the list is small and stays in cache, what it orders is
+  // not.
+  void pop_front_n(std::size_t count, void** out) {
     PYBLOCKPOOL_EXPECT(count <= size_);
     BlockId id = front();
     for (std::size_t i = 0; i < count; ++i) {
       Links& links = at(id);
-      out[i] = id;
+      out[i] = links.payload;
+      PYBLOCKPOOL_PREFETCH(links.payload);
       id = links.next;
       links.next = kUnlinked;
     }
@@ -191,6 +206,7 @@ class FreeList {
   struct Links {
     BlockId prev;
     BlockId next;
+    void* payload;
   };
 
   Links& at(BlockId id) {
@@ -207,7 +223,7 @@ class FreeList {
     at(after).prev = before;
   }
 
-  std::vector<Links> links_ = {Links{kEnd, kEnd}};
+  std::vector<Links> links_ = {Links{kEnd, kEnd, nullptr}};
   std::size_t size_ = 0;
 };
 

@@ -50,7 +50,9 @@ cdef extern from "free_list.hpp" namespace "pyblockpool" nogil:
         BlockId next(BlockId) const
         BlockId prev(BlockId) const
         BlockId pop_front()
-        void pop_front_n(size_t, BlockId*)
+        void pop_front_n(size_t, void**)
+        void* payload(BlockId) const
+        void set_payload(BlockId, void*)
         void push_back(BlockId)
         void remove(BlockId)
         void extend(Chain&, BlockId)
@@ -65,12 +67,6 @@ cdef extern from *:
     """
     #include <structmember.h>
 
-    #if defined(__GNUC__) || defined(__clang__)
-    #define PYBLOCKPOOL_PREFETCH(address) __builtin_prefetch(address)
-    #else
-    #define PYBLOCKPOOL_PREFETCH(address) ((void)(address))
-    #endif
-
     /* Byte offset of the slot behind a member descriptor of a class or one of its bases, -1 for any
        other object. */
     static inline Py_ssize_t pyblockpool_slot_offset(PyObject* descriptor, PyObject* cls) {
@@ -81,8 +77,29 @@ cdef extern from *:
       PyMemberDef* member = reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
       return member->type == T_OBJECT_EX && member->flags == 0 ? member->offset : -1;
     }
+
+    /* The value of an int that fits a block id; -1 of any other object. Every id does fit one digit:
+       2**28 - 1 is the largest. */
+    static inline long pyblockpool_small_int(PyObject* object) {
+      if (!PyLong_CheckExact(object)) return -1;
+      PyLongObject* number = reinterpret_cast<PyLongObject*>(object);
+    #if PY_VERSION_HEX >= 0x030C0000
+      return PyUnstable_Long_IsCompact(number)
+                 ? static_cast<long>(PyUnstable_Long_CompactValue(number))
+                 : -1;
+    #else
+      const Py_ssize_t digits = Py_SIZE(number);
+      return digits == 1 ? static_cast<long>(number->ob_digit[0]) : digits == 0 ? 0 : -1;
+    #endif
+    }
+
+    static inline void** pyblockpool_list_items(PyObject* list) {
+      return reinterpret_cast<void**>(reinterpret_cast<PyListObject*>(list)->ob_item);
+    }
     """
     void prefetch "PYBLOCKPOOL_PREFETCH"(void*) nogil
+    long small_int "pyblockpool_small_int"(PyObject*)
+    void** list_items "pyblockpool_list_items"(PyObject*)
     Py_ssize_t slot_offset "pyblockpool_slot_offset"(object descriptor, object cls)
 
 
@@ -90,12 +107,9 @@ cdef extern from "Python.h":
     void Py_INCREF(PyObject*)
     void Py_XDECREF(PyObject*)
     int PyObject_TypeCheck(PyObject*, PyTypeObject*)
-    int PyLong_CheckExact(PyObject*)
-    long PyLong_AsLongAndOverflow(PyObject*, int*)
     Py_ssize_t PyNumber_AsSsize_t(object, PyObject*) except? -1
     PyObject* PyList_New_raw "PyList_New"(Py_ssize_t) except NULL
     PyObject* list_item "PyList_GET_ITEM"(PyObject*, Py_ssize_t)
-    void set_list_item "PyList_SET_ITEM"(PyObject*, Py_ssize_t, PyObject*)
     PyObject* PyObject_GenericGetDict(PyObject*, void*) except NULL
     PyObject* PyDict_GetItemWithError(PyObject*, PyObject*) except? NULL
     int PyDict_SetItem(PyObject*, PyObject*, PyObject*) except -1
@@ -337,6 +351,25 @@ cdef BlockLayout _layout_of(block_class):
     return None
 
 
+cdef BlockLayout _prepared(block, str verb):
+    """The layout of the class of a block, whose links are served from now on; TypeError if it is
+    not the class of a block."""
+    if type(block) is FreeListEnd:
+        raise RuntimeError(f"{verb}(): an end of a free list (block id -1) is not a block")
+    cdef BlockLayout layout = _layout_of(type(block))
+    if layout is None:
+        layout = _new_layout(type(block))
+        if layout is None or not all(
+                hasattr(block, name)
+                for name in ("block_id", "prev_free_block", "next_free_block")):
+            raise TypeError(
+                f"{verb}(): {type(block).__name__} is not a KV-cache block: it needs block_id, "
+                "prev_free_block and next_free_block, as slots or as plain attributes")
+        serve_links(type(block))
+        layout = _layout_of(type(block))
+    return layout
+
+
 @cython.final
 @cython.auto_pickle(False)
 cdef class FreeListEnd:
@@ -462,13 +495,10 @@ cdef class FreeBlockQueue:
             raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
         if self._list.capacity():
             raise RuntimeError("FreeBlockQueue.__init__() called twice on one queue")
-        blocks = list(blocks)
-        self._admit(blocks, "FreeBlockQueue", take_over=True)
         cdef Chain chain
-        if not self._link(blocks, &chain):
-            raise RuntimeError("FreeBlockQueue(): the blocks changed during the call")
+        self._admit(list(blocks), &chain, "FreeBlockQueue", take_over=True)
         self._list.splice_back(chain)
-        self._num_free_blocks = PyList_GET_SIZE(blocks)
+        self._num_free_blocks = <Py_ssize_t> chain.size
 
     def __dealloc__(self):
         if self._layout is not None:
@@ -498,8 +528,8 @@ cdef class FreeBlockQueue:
             raise ValueError("No free blocks available")
         if self._is_dying():
             raise RuntimeError("popleft(): this queue is being destroyed")
-        cdef PyObject* blocks = <PyObject*> self._blocks
-        cdef PyObject* block = list_item(blocks, self._list.pop_front())
+        cdef PyObject* block = <PyObject*> self._list.payload(self._list.front())
+        self._list.pop_front()
         self._num_free_blocks -= 1
         self._look_ahead(1)
         return <object> block
@@ -527,19 +557,13 @@ cdef class FreeBlockQueue:
         if <size_t> n > self._list.size() or self._is_dying():
             Py_XDECREF(taken)
             raise RuntimeError(f"popleft_n({n}): the queue changed during the call")
-        cdef BlockId ids[POP_CHUNK]
-        cdef PyObject* blocks = <PyObject*> self._blocks
-        cdef PyObject* block
+        cdef void** items = list_items(taken)
         cdef Py_ssize_t done = 0, chunk, i
         while done < n:
             chunk = min(n - done, <Py_ssize_t> POP_CHUNK)
-            self._list.pop_front_n(chunk, ids)
-            for i in range(chunk):
-                prefetch(list_item(blocks, ids[i]))
-            for i in range(chunk):
-                block = list_item(blocks, ids[i])
-                Py_INCREF(block)
-                set_list_item(taken, done + i, block)
+            self._list.pop_front_n(chunk, items + done)
+            for i in range(done, done + chunk):
+                Py_INCREF(<PyObject*> items[i])
             done += chunk
         self._num_free_blocks -= n
         self._look_ahead(n)
@@ -560,13 +584,13 @@ cdef class FreeBlockQueue:
         """Put a block last."""
         if self._tail_is_cut:
             raise RuntimeError("prev_free_block of fake_free_list_tail should always exist")
-        cdef BlockId id = self._claim(<PyObject*> block)
-        if id == kEnd:
-            self._admit([block], "append", take_over=False)
-            id = self._claim(<PyObject*> block)
-            if id == kEnd:
-                raise RuntimeError("append(): the block changed during the call")
-        self._list.push_back(id)
+        cdef BlockId id = self._own_id(<PyObject*> block)
+        cdef Chain chain
+        if id != kEnd and not self._list.contains(id):
+            self._list.push_back(id)
+        else:
+            self._admit([block], &chain, "append", take_over=False)
+            self._list.splice_back(chain)
         self._num_free_blocks += 1
 
     def append_n(self, blocks):
@@ -689,18 +713,13 @@ cdef class FreeBlockQueue:
 
     cdef inline BlockId _known_id(self, PyObject* block, PyObject* boxed) noexcept:
         """The number in `boxed` if the block is known under it, else kEnd."""
-        cdef int overflow = 0
-        cdef long id
-        if boxed == NULL or not PyLong_CheckExact(boxed):
-            return kEnd
-        id = PyLong_AsLongAndOverflow(boxed, &overflow)
+        cdef long id = small_int(boxed) if boxed != NULL else -1
         if id < 0 or id >= PyList_GET_SIZE(self._blocks):
             return kEnd
-        return <BlockId> id if list_item(<PyObject*> self._blocks, id) == block else kEnd
+        return <BlockId> id if self._list.payload(<BlockId> id) == <void*> block else kEnd
 
     cdef inline void _look_ahead(self, Py_ssize_t taken) noexcept:
         """Begin to load the blocks that the calls after one that took `taken` will want."""
-        cdef PyObject* blocks = <PyObject*> self._blocks
         cdef BlockId id = self._lead
         if id < 0 or not self._list.contains(id):
             id = kEnd
@@ -709,7 +728,7 @@ cdef class FreeBlockQueue:
             id = self._list.next(id)
             if id == kEnd:
                 break
-            self._load_links(list_item(blocks, id))
+            self._load_links(<PyObject*> self._list.payload(id))
         self._lead = id
 
     cdef inline void _load_links(self, PyObject* block) noexcept:
@@ -728,37 +747,12 @@ cdef class FreeBlockQueue:
         cdef BlockId id = self._own_id(block)
         return id if id == kEnd or self._list.contains(id) else kEnd
 
-    cdef inline BlockId _claim(self, PyObject* block) except? kFailed:
-        """Id of a block that this queue owns and that is not queued, else kEnd."""
-        cdef BlockId id = self._own_id(block)
-        return id if id == kEnd or not self._list.contains(id) else kEnd
-
     cdef bint _link(self, list blocks, Chain* chain) except -1:
         """Chain unqueued blocks of ours; False, with nothing changed, where one is not."""
-        if self._layout is None:
+        if self._layout is None or self._layout.id_offset < 0:
+            # Reading these may run code or fail: not while a chain is under construction.
             return PyList_GET_SIZE(blocks) == 0
-        if self._layout.id_offset < 0:
-            return self._link_dict_blocks(blocks, chain)
-        return self._link_slot_blocks(blocks, chain)
 
-    cdef bint _link_dict_blocks(self, list blocks, Chain* chain) except -1:
-        # All that may fail or run code comes before the first link.
-        cdef vector[BlockId] ids
-        cdef BlockId id
-        for block in list(blocks):
-            id = self._claim(<PyObject*> block)
-            if id == kEnd:
-                return False
-            ids.push_back(id)
-        for id in ids:
-            if self._list.contains(id):
-                self._list.dissolve(chain[0])
-                chain[0] = Chain()
-                return False
-            self._list.extend(chain[0], id)
-        return True
-
-    cdef bint _link_slot_blocks(self, list blocks, Chain* chain) noexcept:
         cdef PyObject* items = <PyObject*> blocks
         cdef PyObject* block
         cdef Py_ssize_t n = PyList_GET_SIZE(blocks), i
@@ -781,31 +775,32 @@ cdef class FreeBlockQueue:
 
     cdef int _link_all(self, blocks, Chain* chain, str verb) except -1:
         cdef list batch = <list> blocks if type(blocks) is list else list(blocks)
-        if self._link(batch, chain):
-            return 0
-        # Blocks never seen, or mistakes: sorted out with no chain under construction.
-        self._admit(batch, verb, take_over=False)
         if not self._link(batch, chain):
-            raise RuntimeError(f"{verb}(): the blocks changed during the call")
+            self._admit(batch, chain, verb, take_over=False)
         return 0
 
-    cdef int _admit(self, list blocks, str verb, bint take_over) except -1:
-        """Make all blocks unqueued blocks of this queue, or raise with nothing changed.
+    cdef int _admit(self, list blocks, Chain* chain, str verb, bint take_over) except -1:
+        """Chain blocks of any kind, never seen ones included, or raise with nothing changed.
 
         With `take_over`, blocks that are queued in another native queue leave it.
         """
         cdef dict batch = {}
+        cdef vector[BlockId] ids
         cdef FreeBlockQueue owner
         cdef BlockLayout layout = self._layout
+        cdef BlockId id
+        cls = None
         if self._is_dying():
             raise RuntimeError(f"{verb}(): this queue is being destroyed")
         for block in blocks:
-            block_id = self._checked_id(block, verb)
-            if layout is None:
-                layout = _layout_of(type(block))
-            elif layout is not _layout_of(type(block)):
-                raise TypeError(f"{verb}(): this queue holds blocks of the class "
-                                f"{layout.cls.__qualname__}, not {type(block).__qualname__}")
+            if type(block) is not cls:
+                if layout is None:
+                    layout = _prepared(block, verb)
+                elif layout is not _prepared(block, verb):
+                    raise TypeError(f"{verb}(): this queue holds blocks of the class "
+                                    f"{layout.cls.__qualname__}, not {type(block).__qualname__}")
+                cls = type(block)
+            block_id = self._checked_id(block, layout, verb)
             known = self._blocks[block_id] if block_id < len(self._blocks) else None
             if (known is not None and known is not block) or (
                     batch.get(block_id, block) is not block):
@@ -813,35 +808,46 @@ cdef class FreeBlockQueue:
                                    f"another block with id {block_id}")
             if block_id in batch:
                 raise RuntimeError(f"{verb}(): block {block_id} comes twice in one call")
+            self._refuse_linked(block, layout, verb, take_over)
             batch[block_id] = block
-        for block_id, block in batch.items():
-            owner = layout.owner(<PyObject*> block)
-            if owner is None:
-                if not take_over and (block.prev_free_block is not None
-                                      or block.next_free_block is not None):
-                    raise RuntimeError(f"{verb}(): block {block_id} is queued in another queue")
-            elif owner._own_id(<PyObject*> block) == kEnd:
-                # A queue knows its blocks under their ids.
-                raise RuntimeError(f"{verb}(): block {block_id} had another id when it was queued "
-                                   "first, or is a copy of a block")
-            elif not take_over and owner._member_id(<PyObject*> block) != kEnd:
-                raise RuntimeError(f"{verb}(): block {block_id} is "
-                                   + ("already queued" if owner is self
-                                      else "queued in another queue"))
+            ids.push_back(block_id)
         if not batch:
             return 0
         self._make_room(max(batch) + 1)
         for block_id, block in batch.items():
             owner = layout.owner(<PyObject*> block)
             if owner is not None and owner._member_id(<PyObject*> block) != kEnd:
-                owner._list.remove(owner._member_id(<PyObject*> block))
+                owner._list.remove(block_id)
                 owner._num_free_blocks -= 1
             layout.set_raw(<PyObject*> block, False, self)
             layout.set_raw(<PyObject*> block, True, None)
             self._blocks[block_id] = block
+            self._list.set_payload(block_id, <PyObject*> block)
         if self._layout is None:
             self._layout = layout
             layout.queues += 1
+        for id in ids:
+            self._list.extend(chain[0], id)
+        return 0
+
+    cdef int _refuse_linked(self, block, BlockLayout layout, str verb, bint take_over) except -1:
+        """Raise if a block is queued, here or elsewhere, and may not be taken over."""
+        cdef FreeBlockQueue owner = layout.owner(<PyObject*> block)
+        cdef PyObject* held
+        if owner is None:
+            for is_next in (False, True):
+                held = layout.raw(<PyObject*> block, is_next)
+                if not take_over and held != NULL and <object> held is not None:
+                    raise RuntimeError(
+                        f"{verb}(): block {block.block_id} is queued in another queue")
+        elif owner._own_id(<PyObject*> block) == kEnd:
+            # A queue knows its blocks under their ids.
+            raise RuntimeError(f"{verb}(): block {block.block_id} had another id when it was "
+                               "queued first, or is a copy of a block")
+        elif not take_over and owner._member_id(<PyObject*> block) != kEnd:
+            raise RuntimeError(f"{verb}(): block {block.block_id} is "
+                               + ("already queued" if owner is self
+                                  else "queued in another queue"))
         return 0
 
     cdef int _make_room(self, Py_ssize_t capacity) except -1:
@@ -857,27 +863,13 @@ cdef class FreeBlockQueue:
             raise
         return 0
 
-    cdef object _checked_id(self, block, str verb):
-        """The id of something that could be a block of this queue, its class prepared."""
-        if type(block) is FreeListEnd:
-            raise RuntimeError(f"{verb}(): an end of a free list (block id -1) is not a block")
-        cdef BlockLayout layout = _layout_of(type(block))
-        if layout is None:
-            layout = _new_layout(type(block))
-        cdef PyObject* stored = NULL
-        if layout is not None:
-            stored = layout.stored(<PyObject*> block, layout.id_offset, "block_id")
-        if stored == NULL or not all(hasattr(block, name)
-                                     for name in ("prev_free_block", "next_free_block")):
-            raise TypeError(
-                f"{verb}(): {type(block).__name__} is not a KV-cache block: it needs block_id, "
-                "prev_free_block and next_free_block, as slots or as plain attributes")
-        block_id = <object> stored
+    cdef object _checked_id(self, block, BlockLayout layout, str verb):
+        cdef PyObject* stored = layout.stored(<PyObject*> block, layout.id_offset, "block_id")
+        block_id = <object> stored if stored != NULL else None
         if type(block_id) is not int:
             raise TypeError(f"{verb}(): block id {block_id!r} is not an int")
         if not 0 <= block_id <= MAX_BLOCK_ID:
             raise RuntimeError(f"{verb}(): block id {block_id} is not in 0...{MAX_BLOCK_ID}")
-        serve_links(type(block))
         return block_id
 
     cdef object _neighbour(self, block, bint is_next):

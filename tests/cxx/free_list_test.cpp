@@ -56,6 +56,7 @@ void random_program(unsigned seed) {
   const auto below = [&random](std::size_t limit) {
     return std::uniform_int_distribution<std::size_t>(0, limit - 1)(random);
   };
+  std::vector<int> payloads(300);
   FreeList list;
   std::list<BlockId> expected;
   std::vector<BlockId> in_use;
@@ -63,6 +64,8 @@ void random_program(unsigned seed) {
     const std::size_t before = list.capacity();
     list.grow(before + 1 + below(20));
     for (std::size_t id = before; id < list.capacity(); ++id) {
+      require(list.payload(static_cast<BlockId>(id)) == nullptr, "no payload at first");
+      list.set_payload(static_cast<BlockId>(id), &payloads[id]);
       in_use.push_back(static_cast<BlockId>(id));
     }
   };
@@ -79,12 +82,12 @@ void random_program(unsigned seed) {
         break;
       case 1: {
         what += "pop_front_n";
-        std::vector<BlockId> taken(below(expected.size() + 1));
+        std::vector<void*> taken(below(expected.size() + 1));
         list.pop_front_n(taken.size(), taken.data());
-        for (const BlockId id : taken) {
-          require(id == expected.front(), what);
+        for (void* const payload : taken) {
+          require(payload == &payloads[static_cast<std::size_t>(expected.front())], what);
+          in_use.push_back(expected.front());
           expected.pop_front();
-          in_use.push_back(id);
         }
         break;
       }

@@ -42,17 +42,18 @@ def run_tests(
     for stale in (junit, proof_file):
         stale.unlink(missing_ok=True)
     command = [
-        sys.executable,
-        *"-m pytest -c pyproject.toml -p swap_queue -p no:cacheprovider".split(),
-        *"--quiet --continue-on-collection-errors".split(),
-        f"--junit-xml={junit}",
+        *(sys.executable, "-m", "pytest", "-c", "pyproject.toml", "--quiet"),
+        *("-p", "swap_queue", "-p", "no:cacheprovider"),
         # Leaves out tests/conftest.py, which imports half of the model zoo.
         "--confcutdir=tests/v1",
+        "--continue-on-collection-errors",
+        f"--junit-xml={junit}",
         # One test at a time: the slow ones stand together. Not by file: a file whose worker has
         # crashed is begun again with the same test, until no worker is left.
-        *f"--numprocesses={workers} --dist=load --maxschedchunk=1".split(),
-        *f"--timeout={TEST_SECONDS} -o faulthandler_timeout={WORKER_SECONDS}".split(),
-        *"-o faulthandler_exit_on_timeout=true".split(),
+        *(f"--numprocesses={workers}", "--dist=load", "--maxschedchunk=1"),
+        f"--timeout={TEST_SECONDS}",
+        f"--override-ini=faulthandler_timeout={WORKER_SECONDS}",
+        "--override-ini=faulthandler_exit_on_timeout=true",
         *tests,
     ]
     start = time.monotonic()
