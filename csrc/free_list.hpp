@@ -86,11 +86,13 @@ class FreeList {
     return id;
   }
 
-  // Takes the first `count` ids off the list, in order, and puts their payloads into `out`. Begins
-  // to load what the payloads point to: the list is small and stays in cache, what it orders is
-  // not.
-  void pop_front_n(std::size_t count, void** out) {
+  // Takes the first `count` ids off the list, in order: puts their payloads into `out` and calls
+  // visit(payload) for each. The visits run a few steps behind, so that what a payload points to is
+  // loaded by then: the list is small and stays in cache, what it orders is not.
+  template <class Visit>
+  void pop_front_n(std::size_t count, void** out, Visit visit) {
     PYBLOCKPOOL_EXPECT(count <= size_);
+    constexpr std::size_t kBehind = 16;
     BlockId id = front();
     for (std::size_t i = 0; i < count; ++i) {
       Links& links = at(id);
@@ -98,7 +100,9 @@ class FreeList {
       PYBLOCKPOOL_PREFETCH(links.payload);
       id = links.next;
       links.next = kUnlinked;
+      if (i >= kBehind) visit(out[i - kBehind]);
     }
+    for (std::size_t i = count > kBehind ? count - kBehind : 0; i < count; ++i) visit(out[i]);
     join(kEnd, id);
     size_ -= count;
   }
@@ -130,6 +134,17 @@ class FreeList {
     at(id).next = kEnd;
     chain.last = id;
     ++chain.size;
+  }
+
+  // The same for an id that may be anything: false, with nothing changed, unless it is an unlinked
+  // id of this list with this payload.
+  bool try_extend(Chain& chain, std::int64_t id, const void* payload) {
+    if (static_cast<std::uint64_t>(id) >= capacity()) return false;
+    const BlockId known = static_cast<BlockId>(id);
+    const Links& links = at(known);
+    if (links.payload != payload || links.next != kUnlinked) return false;
+    extend(chain, known);
+    return true;
   }
 
   void splice_front(const Chain& chain) {

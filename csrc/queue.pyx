@@ -50,7 +50,6 @@ cdef extern from "free_list.hpp" namespace "pyblockpool" nogil:
         BlockId next(BlockId) const
         BlockId prev(BlockId) const
         BlockId pop_front()
-        void pop_front_n(size_t, void**)
         void* payload(BlockId) const
         void set_payload(BlockId, void*)
         void push_back(BlockId)
@@ -96,10 +95,53 @@ cdef extern from *:
     static inline void** pyblockpool_list_items(PyObject* list) {
       return reinterpret_cast<void**>(reinterpret_cast<PyListObject*>(list)->ob_item);
     }
+
+    /* Fills a new list of `count` items with the first blocks. */
+    static inline void pyblockpool_pop_into(pyblockpool::FreeList& ids, PyObject* list,
+                                            Py_ssize_t count) {
+      ids.pop_front_n(static_cast<std::size_t>(count), pyblockpool_list_items(list),
+                      [](void* block) { Py_INCREF(static_cast<PyObject*>(block)); });
+    }
+
+    static inline PyObject* pyblockpool_slot(PyObject* block, Py_ssize_t offset) {
+      return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(block) + offset);
+    }
+
+    /* Chains the unqueued blocks of `owner` in a list of blocks with slots; false where one is
+       something else. Runs no Python code. Objects are loaded some blocks ahead, in two steps, as
+       the id of a block is an object of its own. */
+    static inline bool pyblockpool_chain(pyblockpool::FreeList& ids, pyblockpool::Chain& chain,
+                                         PyObject* list, PyObject* owner, PyObject* cls,
+                                         Py_ssize_t id_offset, Py_ssize_t prev_offset) {
+      constexpr Py_ssize_t kAhead = 8;
+      PyTypeObject* const type = reinterpret_cast<PyTypeObject*>(cls);
+      PyObject** const items = reinterpret_cast<PyListObject*>(list)->ob_item;
+      const Py_ssize_t count = Py_SIZE(list);
+      for (Py_ssize_t i = 0; i < count; ++i) {
+        if (i + 2 * kAhead < count) {
+          char* const later = reinterpret_cast<char*>(items[i + 2 * kAhead]);
+          PYBLOCKPOOL_PREFETCH(later);
+          PYBLOCKPOOL_PREFETCH(later + prev_offset);
+        }
+        if (i + kAhead < count && Py_IS_TYPE(items[i + kAhead], type)) {
+          PYBLOCKPOOL_PREFETCH(pyblockpool_slot(items[i + kAhead], id_offset));
+        }
+        PyObject* const block = items[i];
+        if (!PyObject_TypeCheck(block, type) || pyblockpool_slot(block, prev_offset) != owner) {
+          return false;
+        }
+        PyObject* const id = pyblockpool_slot(block, id_offset);
+        if (id == nullptr || !ids.try_extend(chain, pyblockpool_small_int(id), block)) return false;
+      }
+      return true;
+    }
     """
     void prefetch "PYBLOCKPOOL_PREFETCH"(void*) nogil
     long small_int "pyblockpool_small_int"(PyObject*)
-    void** list_items "pyblockpool_list_items"(PyObject*)
+    void pop_into "pyblockpool_pop_into"(FreeList&, PyObject* items, Py_ssize_t count)
+    bint chain_slot_blocks "pyblockpool_chain"(
+        FreeList&, Chain&, PyObject* items, PyObject* owner, PyObject* cls,
+        Py_ssize_t id_offset, Py_ssize_t prev_offset)
     Py_ssize_t slot_offset "pyblockpool_slot_offset"(object descriptor, object cls)
 
 
@@ -118,13 +160,8 @@ cdef extern from "Python.h":
 cdef enum:
     # Marks the failure of a function that returns an id.
     kFailed = -2
-    # Ids taken off the list at a time: the loads of all blocks of a chunk are under way before the
-    # first is used, and their headers fit the first-level cache.
-    POP_CHUNK = 128
     # How many blocks ahead of the front of the queue objects are loaded between two calls.
     LEAD = 8
-    # How many blocks ahead the objects of a batch that is put back are loaded.
-    AHEAD = 8
 
 
 cdef object _MISSING = object()
@@ -557,14 +594,7 @@ cdef class FreeBlockQueue:
         if <size_t> n > self._list.size() or self._is_dying():
             Py_XDECREF(taken)
             raise RuntimeError(f"popleft_n({n}): the queue changed during the call")
-        cdef void** items = list_items(taken)
-        cdef Py_ssize_t done = 0, chunk, i
-        while done < n:
-            chunk = min(n - done, <Py_ssize_t> POP_CHUNK)
-            self._list.pop_front_n(chunk, items + done)
-            for i in range(done, done + chunk):
-                Py_INCREF(<PyObject*> items[i])
-            done += chunk
+        pop_into(self._list, taken, n)
         self._num_free_blocks -= n
         self._look_ahead(n)
         result = <object> taken
@@ -736,12 +766,6 @@ cdef class FreeBlockQueue:
         prefetch(block)
         prefetch(<char*> block + self._layout.prev_offset)
 
-    cdef inline void _load_id(self, PyObject* block) noexcept:
-        """Begin to load the int that is the id of a block, whose head is loaded by now."""
-        cdef BlockLayout layout = self._layout
-        if PyObject_TypeCheck(block, <PyTypeObject*> layout.cls):
-            prefetch((<PyObject**> (<char*> block + layout.id_offset))[0])
-
     cdef inline BlockId _member_id(self, PyObject* block) except? kFailed:
         """Id of a block that is queued here, else kEnd."""
         cdef BlockId id = self._own_id(block)
@@ -753,25 +777,13 @@ cdef class FreeBlockQueue:
             # Reading these may run code or fail: not while a chain is under construction.
             return PyList_GET_SIZE(blocks) == 0
 
-        cdef PyObject* items = <PyObject*> blocks
-        cdef PyObject* block
-        cdef Py_ssize_t n = PyList_GET_SIZE(blocks), i
-        cdef BlockId id
-        for i in range(n):
-            if i + 2 * AHEAD < n:
-                self._load_links(list_item(items, i + 2 * AHEAD))
-            if i + AHEAD < n:
-                self._load_id(list_item(items, i + AHEAD))
-            block = list_item(items, i)
-            id = kEnd
-            if PyObject_TypeCheck(block, <PyTypeObject*> self._layout.cls):
-                id = self._own_slot_id(block)
-            if id == kEnd or self._list.contains(id):
-                self._list.dissolve(chain[0])
-                chain[0] = Chain()
-                return False
-            self._list.extend(chain[0], id)
-        return True
+        if chain_slot_blocks(self._list, chain[0], <PyObject*> blocks, <PyObject*> self,
+                             <PyObject*> self._layout.cls, self._layout.id_offset,
+                             self._layout.prev_offset):
+            return True
+        self._list.dissolve(chain[0])
+        chain[0] = Chain()
+        return False
 
     cdef int _link_all(self, blocks, Chain* chain, str verb) except -1:
         cdef list batch = <list> blocks if type(blocks) is list else list(blocks)

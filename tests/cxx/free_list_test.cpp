@@ -83,7 +83,10 @@ void random_program(unsigned seed) {
       case 1: {
         what += "pop_front_n";
         std::vector<void*> taken(below(expected.size() + 1));
-        list.pop_front_n(taken.size(), taken.data());
+        std::vector<void*> visited;
+        list.pop_front_n(taken.size(), taken.data(),
+                         [&visited](void* payload) { visited.push_back(payload); });
+        require(visited == taken, what);
         for (void* const payload : taken) {
           require(payload == &payloads[static_cast<std::size_t>(expected.front())], what);
           in_use.push_back(expected.front());
@@ -118,7 +121,12 @@ void random_program(unsigned seed) {
           batch.push_back(in_use.back());
           in_use.pop_back();
           require(!list.contains(batch.back()), what);
-          list.extend(chain, batch.back());
+          void* const payload = &payloads[static_cast<std::size_t>(batch.back())];
+          require(!list.try_extend(chain, batch.back(), nullptr), what);
+          require(!list.try_extend(chain, -1, payload), what);
+          require(!list.try_extend(chain, std::int64_t{1} << 40, payload), what);
+          require(list.try_extend(chain, batch.back(), payload), what);
+          require(!list.try_extend(chain, batch.back(), payload), what);
           require(list.contains(batch.back()), what);
         }
         switch (below(3)) {
