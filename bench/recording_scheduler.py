@@ -36,15 +36,15 @@ class RecordingScheduler(Scheduler):  # type: ignore[misc, unused-ignore]
         self._record = Path(os.environ[RECORD_VARIABLE])
         pool = self.kv_cache_manager.block_pool
         queue_class = type(pool.free_block_queue)
-        header = {
-            "kind": "engine",
-            "pid": os.getpid(),
-            "queue": f"{queue_class.__module__}.{queue_class.__qualname__}",
-            "num_gpu_blocks": pool.num_gpu_blocks,
-            "block_size": self.block_size,
-        }
-        policy = getattr(pool.free_block_queue, "policy", None)
-        self._write(header if policy is None else {**header, "policy": policy})
+        self._write(
+            {
+                "kind": "engine",
+                "pid": os.getpid(),
+                "queue": f"{queue_class.__module__}.{queue_class.__qualname__}",
+                "num_gpu_blocks": pool.num_gpu_blocks,
+                "block_size": self.block_size,
+            }
+        )
 
     def _free_blocks(self, request: Request) -> None:
         self._write(

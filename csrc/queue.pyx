@@ -773,9 +773,10 @@ cdef class FreeBlockQueue:
 
     cdef bint _link(self, list blocks, Chain* chain) except -1:
         """Chain unqueued blocks of ours; False, with nothing changed, where one is not."""
-        if self._layout is None or self._layout.id_offset < 0:
-            # Reading these may run code or fail: not while a chain is under construction.
+        if self._layout is None:
             return PyList_GET_SIZE(blocks) == 0
+        if self._layout.id_offset < 0:
+            return self._link_dict_blocks(blocks, chain)
 
         if chain_slot_blocks(self._list, chain[0], <PyObject*> blocks, <PyObject*> self,
                              <PyObject*> self._layout.cls, self._layout.id_offset,
@@ -784,6 +785,23 @@ cdef class FreeBlockQueue:
         self._list.dissolve(chain[0])
         chain[0] = Chain()
         return False
+
+    cdef bint _link_dict_blocks(self, list blocks, Chain* chain) except -1:
+        # Reading these may run code or fail, so that all of it comes before the first link.
+        cdef vector[BlockId] ids
+        cdef BlockId id
+        for block in list(blocks):
+            id = self._own_id(<PyObject*> block)
+            if id == kEnd or self._list.contains(id):
+                return False
+            ids.push_back(id)
+        for id in ids:
+            if self._list.contains(id):
+                self._list.dissolve(chain[0])
+                chain[0] = Chain()
+                return False
+            self._list.extend(chain[0], id)
+        return True
 
     cdef int _link_all(self, blocks, Chain* chain, str verb) except -1:
         cdef list batch = <list> blocks if type(blocks) is list else list(blocks)

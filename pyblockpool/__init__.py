@@ -1,32 +1,46 @@
 """A native KV-cache free-block queue for vLLM.
 
-Importing this package imports neither vLLM nor torch nor the compiled module: vLLM only logs what
-goes wrong while it imports a plugin, so a broken build has to show later, when the plugin runs.
+Importing this package imports neither vLLM nor torch nor the compiled module, and reads no
+metadata: vLLM only logs what goes wrong while it imports a plugin, so a broken installation has to
+show later, when the plugin runs.
 """
 
 from __future__ import annotations
 
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
-
-from pyblockpool.errors import NotCompiledError
 
 if TYPE_CHECKING:
     from pyblockpool._queue import FreeBlockQueue
 
-__version__ = version("pyblockpool")
+    __version__: str
+
 __all__ = ["FreeBlockQueue", "__version__"]
+
+_REMEDY = (
+    "install pyblockpool from a wheel or with `pip install .`, and do not import it from its "
+    "source folder"
+)
 
 
 def __getattr__(name: str) -> Any:
-    if name != "FreeBlockQueue":
+    from pyblockpool.errors import NotCompiledError
+
+    value: Any
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            value = version("pyblockpool")
+        except PackageNotFoundError as error:
+            raise NotCompiledError(f"pyblockpool is not installed: {_REMEDY}") from error
+    elif name == "FreeBlockQueue":
+        try:
+            from pyblockpool._queue import FreeBlockQueue as value
+        except ImportError as error:
+            raise NotCompiledError(
+                f"the compiled module pyblockpool._queue does not load ({error}): {_REMEDY}"
+            ) from error
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    try:
-        from pyblockpool._queue import FreeBlockQueue
-    except ImportError as error:
-        raise NotCompiledError(
-            f"the compiled module pyblockpool._queue does not load ({error}): install pyblockpool "
-            "from a wheel or with `pip install .`, and do not import it from its source folder"
-        ) from error
-    globals()[name] = FreeBlockQueue
-    return FreeBlockQueue
+    globals()[name] = value
+    return value

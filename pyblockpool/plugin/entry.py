@@ -9,16 +9,19 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from pyblockpool.settings import QUEUE_VARIABLE, Settings
+
+if TYPE_CHECKING:
+    from pyblockpool.plugin.patches import Applied
 
 
 @dataclass(frozen=True)
 class _Active:
     settings: Settings
-    undo: Callable[[], None]
+    patches: Applied
 
 
 _active: _Active | None = None
@@ -62,36 +65,36 @@ def restore() -> None:
     global _active
     with _lock:
         if _active is not None:
-            _active.undo()
+            _active.patches.undo()
             _active = None
 
 
-def _switch_on(queue: str) -> Callable[[], None]:
-    from pyblockpool import FreeBlockQueue, __version__
-    from pyblockpool.errors import UnsupportedVLLMError
+def _switch_on(queue: str) -> Applied:
+    from pyblockpool import __version__
+    from pyblockpool.errors import ConflictError, UnsupportedVLLMError
     from pyblockpool.plugin import patches, proof, surface
 
-    troubles = [finding for finding in surface.probe() if finding.error]
-    for finding in troubles:
-        assert finding.error is not None
-        raise finding.error(
+    troubles = [finding for finding in surface.probe(queue) if finding.error]
+    if troubles:
+        # Who has to act is more to the point than what is missing because of it.
+        conflict = any(finding.error is ConflictError for finding in troubles)
+        raise (ConflictError if conflict else UnsupportedVLLMError)(
             f"{QUEUE_VARIABLE}={queue} cannot be done here: "
-            + "; ".join(trouble.sentence for trouble in troubles)
+            + "; ".join(finding.sentence for finding in troubles)
         )
     expected = proof.trace_of_a_pool()
-    undo = patches.apply_all(patches.PATCHES[queue])
-    trouble = proof.disproof(expected, FreeBlockQueue if queue == "native" else None)
-    if trouble:
-        undo()
-        raise UnsupportedVLLMError(f"{QUEUE_VARIABLE}={queue} was taken back: {trouble}")
+    applied = patches.Applied(patches.PATCHES[queue])
+    if trouble := proof.counterexample(expected, native=queue == "native"):
+        left = applied.roll_back()
+        raise UnsupportedVLLMError(f"{QUEUE_VARIABLE}={queue} was taken back: {trouble}{left}")
 
     from vllm.logger import init_logger
 
     init_logger("vllm.plugins.pyblockpool").info(
-        "pyblockpool %s: %s free-block queue, policy lru, vLLM %s, pid %d",
+        "pyblockpool %s: %s, vLLM %s, pid %d",
         __version__,
-        queue,
+        "native free-block queue, policy lru" if queue == "native" else "vLLM's free-block queue",
         surface.vllm_version(),
         os.getpid(),
     )
-    return undo
+    return applied

@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from pyblockpool.errors import ConflictError
-from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS
+from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS, name_of
 from pyblockpool.settings import QUEUE_VARIABLE
 
 RFC = "https://github.com/vllm-project/vllm/issues/40244"
@@ -20,12 +20,12 @@ class Undo:
     """What takes a patch back.
 
     Attributes:
-        refuse: raises, with nothing changed, if it cannot be taken back now.
         act: takes it back.
+        obstacle: why it cannot be taken back now, as an error to raise; None if it can.
     """
 
-    refuse: Callable[[], None]
     act: Callable[[], None]
+    obstacle: Callable[[], Exception | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -47,44 +47,54 @@ class Patch:
     retire_when: str
 
 
-def apply_all(patches: Iterable[Patch]) -> Callable[[], None]:
-    """Apply in order; where one fails, take the others back and raise what it raised.
+class Applied:
+    """Patches that have been applied together."""
 
-    Returns:
-        What takes all of them back, or raises with none taken back.
-    """
-    undos: list[Undo] = []
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        """Apply in order; where one fails, take the others back and raise what it raised."""
+        self._undos: list[Undo] = []
+        try:
+            for patch in patches:
+                self._undos.append(patch.apply())
+        except BaseException:
+            self.roll_back()
+            raise
 
-    def undo_all() -> None:
-        for undo in undos:
-            undo.refuse()
-        while undos:
-            undos.pop().act()
+    def undo(self) -> None:
+        """Take all of them back, or raise with none taken back."""
+        for undo in self._undos:
+            if obstacle := undo.obstacle():
+                raise obstacle
+        self.roll_back()
 
-    try:
-        for patch in patches:
-            undos.append(patch.apply())
-    except BaseException:
-        undo_all()
-        raise
-    return undo_all
+    def roll_back(self) -> str:
+        """Take back what can be, in any case; what could not, as text to add to a message."""
+        left = []
+        while self._undos:
+            undo = self._undos.pop()
+            if obstacle := undo.obstacle():
+                left.append(f"; not taken back: {obstacle}")
+            else:
+                undo.act()
+        return "".join(left)
 
 
 def _accept_variable() -> Undo:
     known: dict[str, Any] = import_module("vllm.envs").environment_variables
     if QUEUE_VARIABLE in known:
-        return Undo(refuse=_nothing, act=_nothing)
-    # A constant, as the values of registered variables enter the key of the torch.compile cache,
-    # and kernels do not depend on the queue. It must not raise: vLLM calls it for its own reasons.
-    known[QUEUE_VARIABLE] = lambda: "set"
+        return Undo(act=lambda: None)
+
+    def getter() -> str:
+        # A constant, as the values of registered variables enter the key of the torch.compile
+        # cache, and kernels do not depend on the queue. vLLM calls it at any time: never raises.
+        return "set"
 
     def undo() -> None:
-        known.pop(QUEUE_VARIABLE, None)
+        if known.get(QUEUE_VARIABLE) is getter:
+            del known[QUEUE_VARIABLE]
 
-    return Undo(refuse=_nothing, act=undo)
-
-
-def _nothing() -> None: ...
+    known[QUEUE_VARIABLE] = getter
+    return Undo(act=undo)
 
 
 def _serve_links() -> Undo:
@@ -92,16 +102,17 @@ def _serve_links() -> Undo:
 
     block_class = import_module(KV_CACHE_UTILS).KVCacheBlock
 
-    def refuse() -> None:
+    def obstacle() -> Exception | None:
         gc.collect()  # pools are cycles: one that was dropped may still be there
         if alive := queues_of(block_class):
-            raise RuntimeError(
+            return RuntimeError(
                 f"{alive} native queues still have blocks of {block_class.__qualname__}: "
                 "drop them (and their pools) first"
             )
+        return None
 
     serve_links(block_class)
-    return Undo(refuse, act=lambda: withdraw_links(block_class))
+    return Undo(act=lambda: withdraw_links(block_class), obstacle=obstacle)
 
 
 def _swap_queue() -> Undo:
@@ -115,19 +126,20 @@ def _swap_queue() -> Undo:
             "plugin: load it once"
         )
 
-    def refuse() -> None:
+    def obstacle() -> Exception | None:
         now = module.FreeKVCacheBlockQueue
         if now is not FreeBlockQueue:
-            raise ConflictError(
+            return ConflictError(
                 f"{BLOCK_POOL}.FreeKVCacheBlockQueue has been replaced again, by "
-                f"{now.__module__}.{now.__qualname__}: take that back first"
+                f"{name_of(now)}: take that back first"
             )
+        return None
 
     def undo() -> None:
         module.FreeKVCacheBlockQueue = original
 
     module.FreeKVCacheBlockQueue = FreeBlockQueue
-    return Undo(refuse, undo)
+    return Undo(act=undo, obstacle=obstacle)
 
 
 ACCEPT_VARIABLE = Patch(

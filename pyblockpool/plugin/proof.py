@@ -6,7 +6,7 @@ import inspect
 from importlib import import_module
 from typing import Any
 
-from pyblockpool.plugin.surface import BLOCK_POOL, vllm_version
+from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS, vllm_version
 
 NUM_BLOCKS = 8
 
@@ -19,8 +19,9 @@ def _pool() -> Any:
 
 
 def trace_of_a_pool(pool: Any = None) -> list[list[int]]:
-    """Block ids that a pool hands out in a short life, and the order that is left in the end."""
+    """Block ids in a short life of a pool: what it hands out, and its order after each step."""
     pool = pool or _pool()
+    queue = pool.free_block_queue
     trace: list[list[int]] = [[pool.null_block.block_id]]
 
     def get(n: int) -> Any:
@@ -28,18 +29,35 @@ def trace_of_a_pool(pool: Any = None) -> list[list[int]]:
         trace.append([block.block_id for block in blocks])
         return blocks
 
+    def look() -> None:
+        trace.append([block.block_id for block in queue.get_all_free_blocks()])
+
     first, second = get(3), get(2)
     pool.free_blocks(reversed(first))
     third = get(4)
     pool.free_blocks(third[:1])
     pool.free_blocks(second)
     pool.free_blocks(reversed(third[1:]))
+    look()
+    # Of the methods of the queue, a pool without hashes calls some, which depends on its release.
+    taken = [queue.popleft(), *queue.popleft_n(2)]
+    queue.append_n(taken[:2])
+    queue.append(taken[2])
+    look()
+    queue.remove(taken[1])
+    look()
+    # Ours has the methods of the newest release: what the installed one has counts.
+    theirs = import_module(KV_CACHE_UTILS).FreeKVCacheBlockQueue
+    if hasattr(theirs, "prepend_n"):
+        queue.prepend_n([taken[1]])
+    if hasattr(theirs, "iter_blocks_after"):
+        trace.append([block.block_id for block in queue.iter_blocks_after(taken[0])])
+    look()
     get(1)
-    trace.append([block.block_id for block in pool.free_block_queue.get_all_free_blocks()])
     return trace
 
 
-def disproof(expected: list[list[int]], queue_class: type | None) -> str:
+def counterexample(expected: list[list[int]], native: bool) -> str:
     """Why a new pool is not what it should be, as a sentence; "" if it is.
 
     Returns rather than raises, as a traceback would keep the pool of the proof alive and with it
@@ -47,18 +65,21 @@ def disproof(expected: list[list[int]], queue_class: type | None) -> str:
 
     Args:
         expected: `trace_of_a_pool()` before the patches.
-        queue_class: what the queue of a new pool has to be, None if it has to be vLLM's.
+        native: whether the queue of a new pool has to be ours.
     """
     try:
         pool = _pool()
-        queue = pool.free_block_queue
-        if queue_class is not None and type(queue) is not queue_class:
-            return (
-                f"a new BlockPool of vLLM {vllm_version()} has a {type(queue).__qualname__} as "
-                f"its queue although {queue_class.__qualname__} was put in its place"
-            )
+        queue: Any = pool.free_block_queue
+        if native:
+            from pyblockpool import FreeBlockQueue
+
+            if type(queue) is not FreeBlockQueue:
+                return (
+                    f"a new BlockPool of vLLM {vllm_version()} has a {type(queue).__qualname__} as "
+                    "its queue although FreeBlockQueue was put in its place"
+                )
         trace = trace_of_a_pool(pool)
-        broken = queue.check() if queue_class is not None else ""
+        broken = queue.check() if native else ""
     except Exception as error:
         return f"a new BlockPool of vLLM {vllm_version()} failed: {type(error).__name__}: {error}"
     if trace != expected or broken:

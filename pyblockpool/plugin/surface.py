@@ -61,17 +61,23 @@ def vllm_version() -> str:
     return str(import_module("vllm").__version__)
 
 
-def probe() -> list[Finding]:
-    """Hold the installed vLLM against what the plugin needs. Imports vLLM, changes nothing."""
+def probe(queue: str = "native") -> list[Finding]:
+    """Hold the installed vLLM against what a value of the variable needs; changes nothing.
+
+    Imports vLLM, and for ``native`` the compiled module: NotCompiledError if that does not load.
+    """
     findings: list[Finding] = []
-    for check in CHECKS:
+    for check in CHECKS[queue]:
         try:
             findings.extend(check())
-        except (ImportError, AttributeError) as error:
+        except BlockQueueError:
+            raise
+        except Exception as error:
             findings.append(
                 Finding(
-                    f"vLLM {vllm_version()} does not have what pyblockpool builds on ({error}); "
-                    f"vLLM {OLDEST} or later is needed",
+                    f"vLLM {vllm_version()} does not have what pyblockpool builds on "
+                    f"({type(error).__name__}: {error}); vLLM {OLDEST} or later is needed, and a "
+                    "pyblockpool made for it",
                     UnsupportedVLLMError,
                 )
             )
@@ -115,10 +121,17 @@ def _the_queue() -> Iterator[Finding]:
     if theirs.__module__ != KV_CACHE_UTILS:
         yield _replaced(f"{KV_CACHE_UTILS}.FreeKVCacheBlockQueue", theirs)
         return
-    methods = {
-        name: tuple(inspect.signature(member).parameters)[1:]
+    members = {
+        name: member
         for name, member in inspect.getmembers(theirs, callable)
         if not name.startswith("_")
+    }
+    for name, member in members.items():
+        if member.__module__ != KV_CACHE_UTILS:
+            yield _replaced(f"FreeKVCacheBlockQueue.{name}", member)
+            return
+    methods = {
+        name: tuple(inspect.signature(member).parameters)[1:] for name, member in members.items()
     }
     unknown = [f"{name}()" for name in methods if name not in QUEUE_METHODS]
     unknown += sorted(set(vars(theirs([]))) - QUEUE_ATTRIBUTES)
@@ -147,9 +160,11 @@ def _the_blocks() -> Iterator[Finding]:
     from pyblockpool._queue import can_serve_links
 
     block_class = import_module(KV_CACHE_UTILS).KVCacheBlock
-    if import_module(BLOCK_POOL).KVCacheBlock is not block_class:
-        yield _replaced(f"{BLOCK_POOL}.KVCacheBlock", import_module(BLOCK_POOL).KVCacheBlock)
-        return
+    for where in (KV_CACHE_UTILS, BLOCK_POOL):
+        found = import_module(where).KVCacheBlock
+        if found is not block_class or found.__module__ != KV_CACHE_UTILS:
+            yield _replaced(f"{where}.KVCacheBlock", found)
+            return
     block = block_class(block_id=0)
     missing = [name for name in BLOCK_ATTRIBUTES if not hasattr(block, name)]
     if missing or not can_serve_links(block_class):
@@ -165,10 +180,19 @@ def _the_blocks() -> Iterator[Finding]:
 
 def _replaced(where: str, by: Any) -> Finding:
     return Finding(
-        f"{where} has been replaced by {by.__module__}.{by.__qualname__}, so that pyblockpool "
+        f"{where} has been replaced by {name_of(by)}, so that pyblockpool "
         "would fight with it: switch that plugin off, or unset VLLM_BLOCK_QUEUE",
         ConflictError,
     )
 
 
-CHECKS: tuple[Callable[[], Iterator[Finding]], ...] = (_the_pool, _the_queue, _the_blocks)
+def name_of(thing: Any) -> str:
+    name = getattr(thing, "__qualname__", None)
+    return f"{thing.__module__}.{name}" if name else repr(thing)
+
+
+# What each value of the variable stands on.
+CHECKS: dict[str, tuple[Callable[[], Iterator[Finding]], ...]] = {
+    "python": (_the_pool,),
+    "native": (_the_pool, _the_queue, _the_blocks),
+}

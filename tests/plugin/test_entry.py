@@ -106,7 +106,7 @@ def test_python_leaves_the_queue_of_vllm(
     monkeypatch.setenv(QUEUE_VARIABLE, "python")
     with caplog.at_level(logging.INFO):
         entry.register()
-    assert "python free-block queue" in caplog.messages[0]
+    assert "vLLM's free-block queue" in caplog.messages[0]
     theirs = host.kv_cache_utils.FreeKVCacheBlockQueue
     assert type(host.block_pool.BlockPool(6, True, 16).free_block_queue) is theirs
     assert QUEUE_VARIABLE in host.envs.environment_variables
@@ -210,6 +210,43 @@ BENT: dict[str, tuple[list[tuple[str, str]], type[BlockQueueError], list[str]]] 
         ConflictError,
         ["block_pool.BlockPool", "rival.pool.BlockPool"],
     ),
+    "block class replaced": (
+        [
+            (
+                "class FreeKVCacheBlockQueue:",
+                "KVCacheBlock.__module__ = 'rival.blocks'\n\nclass FreeKVCacheBlockQueue:",
+            )
+        ],
+        ConflictError,
+        ["KVCacheBlock", "rival.blocks.KVCacheBlock"],
+    ),
+    "method of the queue replaced": (
+        [
+            (
+                "    def remove(self, block):",
+                "    remove = lambda self, block: None\n"
+                "    remove.__module__ = 'rival'\n\n    def _(self, block):",
+            )
+        ],
+        ConflictError,
+        ["FreeKVCacheBlockQueue.remove", "rival"],
+    ),
+    "queue replaced by a factory": (
+        [
+            (
+                "class BlockPool:",
+                "from functools import partial\n"
+                "FreeKVCacheBlockQueue = partial(FreeKVCacheBlockQueue)\n\nclass BlockPool:",
+            )
+        ],
+        ConflictError,
+        [TARGET, "functools.partial"],
+    ),
+    "constructor with another argument": (
+        [("def __init__(self, blocks):", "def __init__(self, blocks, order):")],
+        UnsupportedVLLMError,
+        ["TypeError", "order", "made for it"],
+    ),
     "pool with another queue after all": (
         [
             (
@@ -279,6 +316,29 @@ def test_a_queue_that_was_replaced_after_us_is_not_overwritten(
     assert host.snapshot() == active
     host.block_pool.FreeKVCacheBlockQueue = FreeBlockQueue
     entry.restore()
+
+
+def test_what_failed_is_taken_back_although_other_queues_are_alive(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The links have to stay for the queue that uses them; all else goes, and it is said."""
+    host.load(*BENT["pool that depends on the class of its queue"][0])
+    alive = FreeBlockQueue([host.kv_cache_utils.KVCacheBlock(0)])
+    before = host.snapshot()
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    with pytest.raises(UnsupportedVLLMError, match=r"handed out.*not taken back: 1 native queues"):
+        entry.register()
+    assert host.snapshot() == before
+    assert alive.check() == ""
+
+
+@pytest.mark.parametrize("bent", ["no links", "unknown method", "queue replaced"])
+def test_python_needs_less(host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, bent: str) -> None:
+    host.load(*BENT[bent][0])
+    monkeypatch.setenv(QUEUE_VARIABLE, "python")
+    monkeypatch.setitem(sys.modules, "pyblockpool._queue", None)
+    entry.register()
+    assert QUEUE_VARIABLE in host.envs.environment_variables
 
 
 def test_a_second_copy_of_the_plugin_is_refused(

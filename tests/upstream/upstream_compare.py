@@ -9,6 +9,7 @@ the tests cannot be had.
 
 import argparse
 import json
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -176,6 +177,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "--only", nargs="+", metavar="FILE", help="some of vLLM's test files: tests/v1/..."
     )
     options = parser.parse_args(arguments)
+    # Leave by an exception, so that a comparison that is told to stop stops its workers too.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     cache = options.cache.resolve()
     result_file = cache / "result.json"
     result_file.unlink(missing_ok=True)
