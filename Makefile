@@ -45,13 +45,15 @@ sanitize: install
 	  --config-settings=cmake.define.PYBLOCKPOOL_INTERNAL_CHECKS=ON
 	PYTHONPATH=build/sanitize PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	$(BIN)/pytest tests/test_*.py -k 'not memory_beside'
+	PYBLOCKPOOL_SANITIZED=build/sanitize $(BIN)/pytest tests/test_*.py -k 'not memory_beside'
 
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.hpp tests/cxx/*.cpp
+	$(BIN)/python bench/table.py --check
 	$(BIN)/mypy pyblockpool
+	$(BIN)/stubtest pyblockpool._queue
 	for folder in $(SCRIPTS); do $(BIN)/mypy $$folder/*.py || exit 1; done
 
 format: $(VENV)/.env

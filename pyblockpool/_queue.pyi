@@ -1,11 +1,25 @@
 """The compiled module, built from csrc/queue.pyx."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any, Final, TypedDict, final
+from typing import Any, Final, TypedDict, final, type_check_only
+
+from typing_extensions import disjoint_base
+
+__all__ = [
+    "MAX_BLOCK_ID",
+    "POLICIES",
+    "FreeBlockQueue",
+    "FreeListEnd",
+    "can_serve_links",
+    "queues_of",
+    "serve_links",
+    "withdraw_links",
+]
 
 MAX_BLOCK_ID: Final = 268_435_455
 POLICIES: Final = ("lru",)
 
+@type_check_only
 class QueueStats(TypedDict):
     """Figures of a free list.
 
@@ -26,11 +40,26 @@ class FreeListEnd:
     """The fake head or tail of a queue: something to link to and to stop at, never a block."""
 
     block_id: int
-    prev_free_block: Any
-    next_free_block: Any
+    @property
+    def prev_free_block(self) -> Any: ...
+    @prev_free_block.setter
+    def prev_free_block(self, value: Any) -> None: ...
+    @property
+    def next_free_block(self) -> Any: ...
+    @next_free_block.setter
+    def next_free_block(self, value: Any) -> None: ...
 
+@disjoint_base
 class FreeBlockQueue:
-    num_free_blocks: int
+    """Free KV-cache blocks in the order in which they are handed out.
+
+    Errors, units and the specification: ``pyblockpool.reference.FreeBlockQueue``.
+    """
+
+    @property
+    def num_free_blocks(self) -> int: ...
+    @num_free_blocks.setter
+    def num_free_blocks(self, count: int) -> None: ...
     @property
     def fake_free_list_head(self) -> FreeListEnd: ...
     @property

@@ -108,19 +108,25 @@ class FreeBlockQueue:
         self._relink()
 
     def append(self, block: Any) -> None:
-        """Put a block last."""
+        """Put a block last. RuntimeError, with nothing changed, if it is queued or foreign."""
         if self._is_cut(self.fake_free_list_tail):
             raise RuntimeError("prev_free_block of fake_free_list_tail should always exist")
         self._insert([block], len(self._order), "append")
 
     def append_n(self, blocks: Sequence[Any]) -> None:
-        """Put blocks last, in the given order; all or none."""
+        """Put blocks last, in the given order.
+
+        RuntimeError, with nothing changed, if one is queued, comes twice or is foreign.
+        """
         if len(blocks) and self._is_cut(self.fake_free_list_tail):
             raise AssertionError("prev_free_block of fake_free_list_tail should always exist")
         self._insert(list(blocks), len(self._order), "append_n")
 
     def prepend_n(self, blocks: Sequence[Any]) -> None:
-        """Put blocks first, in the given order; all or none."""
+        """Put blocks first, in the given order.
+
+        RuntimeError, with nothing changed, if one is queued, comes twice or is foreign.
+        """
         if len(blocks) and self._is_cut(self.fake_free_list_head):
             raise AssertionError("next_free_block of fake_free_list_head should always exist")
         self._insert(list(blocks), 0, "prepend_n")

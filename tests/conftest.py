@@ -1,12 +1,11 @@
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from implementations import BLOCKS, QUEUES, SINCE
+from implementations import BLOCKS, QUEUES, MakeBlocks
 
-MakeBlocks = Callable[[int], list[Any]]
+from pyblockpool.plugin.surface import LATER_QUEUE_METHODS
 
 
 @pytest.fixture(params=sorted(BLOCKS))
@@ -21,7 +20,7 @@ def queue_class(request: pytest.FixtureRequest) -> Any:
     needed = request.node.get_closest_marker("needs")
     for name in needed.args if needed else ():
         if not hasattr(queue_class, name):
-            pytest.skip(f"vLLM's queue has {name} since {SINCE[name]}")
+            pytest.skip(f"vLLM's queue has {name} since {LATER_QUEUE_METHODS[name]}")
     return queue_class
 
 

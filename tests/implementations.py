@@ -7,6 +7,7 @@ these tables, and the state machine drives them side by side.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -35,6 +36,8 @@ class DictBlock:
     pool: Any = None
 
 
+MakeBlocks = Callable[[int], list[Any]]
+
 QUEUES: dict[str, Any] = {"reference": reference.FreeBlockQueue, "native": FreeBlockQueue}
 BLOCKS: dict[str, Any] = {"slots": SlotBlock, "dict": DictBlock}
 
@@ -50,9 +53,6 @@ else:
     HAS_VLLM = True
     QUEUES["vllm"] = kv_cache_utils.FreeKVCacheBlockQueue
     BLOCKS["vllm"] = kv_cache_utils.KVCacheBlock
-
-# The methods that came to vLLM's class after 0.13.
-SINCE = {"prepend_n": "0.23.0", "iter_blocks_after": "0.26.0"}
 
 
 def ids(blocks: Any) -> list[int]:

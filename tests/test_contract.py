@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import MakeBlocks
-from implementations import assert_order, ids, walk
+from implementations import MakeBlocks, assert_order, ids, walk
 
 
 @pytest.mark.parametrize("order", [[], [0], [3], [0, 1, 2, 3], [5, 0, 3, 1], [900, 2, 77]])

@@ -6,8 +6,7 @@ import random
 from typing import Any
 
 import pytest
-from conftest import MakeBlocks
-from implementations import ids
+from implementations import MakeBlocks, ids
 
 
 @pytest.mark.needs("prepend_n")

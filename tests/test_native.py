@@ -14,13 +14,14 @@ import tracemalloc
 import weakref
 from abc import ABCMeta
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
 from implementations import QUEUES, DictBlock, SlotBlock, assert_order, ids, walk
 
 import pyblockpool
-from pyblockpool import FreeBlockQueue, reference
+from pyblockpool import FreeBlockQueue, _queue, reference
 from pyblockpool._queue import (
     MAX_BLOCK_ID,
     FreeListEnd,
@@ -608,6 +609,13 @@ def test_native_and_reference_have_the_same_members_and_signatures() -> None:
             spec = inspect.signature(getattr(reference.FreeBlockQueue, name))
             assert list(inspect.signature(ours).parameters) == list(spec.parameters), name
             assert ours.__doc__, name
+
+
+@pytest.mark.skipif("PYBLOCKPOOL_SANITIZED" not in os.environ, reason="not a sanitizer run")
+def test_the_sanitized_module_is_the_one_under_test() -> None:
+    expected = Path(os.environ["PYBLOCKPOOL_SANITIZED"]).resolve()
+    assert Path(_queue.__file__).is_relative_to(expected)
+    assert "libasan" in Path("/proc/self/maps").read_text()
 
 
 def test_version() -> None:

@@ -8,8 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from conftest import MakeBlocks
-from implementations import SlotBlock, assert_order
+from implementations import MakeBlocks, SlotBlock, assert_order
 
 Mistake = Callable[[Any, list[Any]], Any]
 

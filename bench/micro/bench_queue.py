@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
+from rivals import BLOCKS, NUM_BLOCKS, RIVALS
 from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from pyblockpool import FreeBlockQueue
@@ -96,6 +97,27 @@ def test_remove_append(
         rival,
         len(hit),
         order_of(queue) == ids[1::2] + ids[::2],
+    )
+
+
+@pytest.mark.parametrize("order", ["id order"])
+def test_construct(benchmark: Any, repeat: int, order: str, rival: str) -> None:
+    """Once in the life of a pool."""
+    made: list[Any] = []
+
+    def fresh_blocks() -> tuple[tuple[list[Any]], dict[str, Any]]:
+        made.clear()
+        return ([BLOCKS[rival](block_id) for block_id in range(NUM_BLOCKS)],), {}
+
+    benchmark.pedantic(
+        lambda blocks: made.append(RIVALS[rival](blocks)), setup=fresh_blocks, rounds=ROUNDS
+    )
+    record(
+        benchmark,
+        f"construct, {order}",
+        rival,
+        NUM_BLOCKS,
+        order_of(made[0]) == list(range(NUM_BLOCKS)),
     )
 
 

@@ -9,7 +9,6 @@ import random
 import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import field, fields, make_dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
@@ -21,27 +20,11 @@ import vllm
 from cpuinfo import get_cpu_info
 from rich.console import Console
 from rich.table import Table
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+from rivals import BLOCKS, NUM_BLOCKS, RIVALS
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 import pyblockpool
-from pyblockpool import FreeBlockQueue
 
-NUM_BLOCKS = 100_000
-RIVALS = {"vllm": FreeKVCacheBlockQueue, "native": FreeBlockQueue}
-# A native queue serves the links of the class of its blocks, for good: over vLLM's own class it
-# would slow down the rival that follows in the same process. So the native queue gets blocks of a
-# class made of the same fields.
-BLOCKS = {
-    "vllm": KVCacheBlock,
-    "native": make_dataclass(
-        "NativeKVCacheBlock",
-        [
-            (f.name, f.type, field(default=f.default, compare=f.compare, kw_only=f.kw_only))
-            for f in fields(KVCacheBlock)
-        ],
-        slots=True,
-    ),
-}
 # What the project set out to reach, as a ratio to vLLM's class in the same run.
 TARGETS = {
     "popleft_n+append_n 512, id order": 6.0,

@@ -35,3 +35,13 @@ def test_a_wrong_value(
     assert str(refusal.value) in ended.stdout
     assert "'python'" in str(refusal.value)
     assert "'native'" in str(refusal.value)
+
+
+def test_a_missing_extension(
+    model: Path, run_python: Callable[..., subprocess.CompletedProcess[str]]
+) -> None:
+    """vLLM swallows what a plugin raises while it is imported: ours has to raise when it runs."""
+    broken = "import sys; sys.modules['pyblockpool._queue'] = None; " + OFFLINE
+    ended = run_python("-c", broken, model, block_queue="native", timeout=120)
+    assert ended.returncode != 0
+    assert "NotCompiledError: the compiled module pyblockpool._queue does not load" in ended.stdout

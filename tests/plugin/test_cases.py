@@ -6,17 +6,13 @@ import inspect
 from typing import Any
 
 import pytest
-from implementations import HAS_VLLM
+from implementations import HAS_VLLM, ids
 from pools import free, give_hash, order, pool, splits_by_hash
 
 from pyblockpool.plugin import entry
 from pyblockpool.settings import QUEUE_VARIABLE
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
-
-
-def ids(blocks: Any) -> list[int]:
-    return [block.block_id for block in blocks]
 
 
 @pytest.fixture(params=["vllm", "native"])

@@ -135,12 +135,19 @@ def test_a_file_that_only_ours_cannot_collect_diverges() -> None:
         (CRASHED, FAILED, FAILED, False),
     ],
 )
-def test_which_divergences_a_second_run_excuses(
+def test_which_divergences_further_runs_excuse(
     first: str, stock_again: str, ours_again: str, excused: bool
 ) -> None:
     divergence = Divergence(TEST, PASSED, first, "why")
-    again = outcomes(test_evict=stock_again), outcomes(test_evict=ours_again)
-    assert repeated([divergence], *again) == (([], [divergence]) if excused else ([divergence], []))
+    stock, ours = outcomes(test_evict=stock_again), outcomes(test_evict=ours_again)
+    verdict = ([], [divergence]) if excused else ([divergence], [])
+    assert repeated([divergence], stock, [ours, ours]) == verdict
+
+
+def test_one_more_failure_in_further_runs_is_not_excused() -> None:
+    divergence = Divergence(TEST, PASSED, FAILED, "why")
+    good, bad = outcomes(test_evict=PASSED), outcomes(test_evict=FAILED)
+    assert repeated([divergence], good, [good, bad, good]) == ([divergence], [])
 
 
 def worker(crash: str = "", strangers: Sequence[str] = ()) -> dict[str, Any]:
@@ -181,9 +188,9 @@ def test_only_the_diverging_tests_are_run_again() -> None:
     good = run_of(outcomes(test_evict=PASSED, test_flaky=PASSED, test_touch=PASSED))
     bad = run_of(outcomes(test_evict=FAILED, test_flaky=FAILED, test_touch=PASSED))
     again = run_of(outcomes(test_evict=FAILED, test_flaky=PASSED), pools_built=0)
-    runs = Runs(good, bad, good, again)
+    runs = Runs(good, bad, good, again, again, again)
     comparison = compare(runs, "native", [FILE], floor=1)
-    assert runs.asked[2:] == [(q, [TEST, f"{FILE}::test_flaky"]) for q in ("vllm", "native")]
+    assert runs.asked[2:] == [(q, [TEST, f"{FILE}::test_flaky"]) for q in ("vllm", *["native"] * 3)]
     assert (comparison.ok, comparison.problems) == (False, [])
     text = report(comparison, [FILE])
     assert f"DIVERGES {TEST}: passed with vLLM's queue, failed with ours\n    why" in text
@@ -211,7 +218,7 @@ def test_a_run_that_proves_nothing_fails(stock: Run, ours: Run, problem: str) ->
 def test_the_result_is_json() -> None:
     stock = run_of(outcomes(test_evict=PASSED))
     ours = run_of(outcomes(test_evict=CRASHED, test_new=PASSED))
-    result = as_json(compare(Runs(stock, ours, stock, ours), "native", [FILE], floor=1))
+    result = as_json(compare(Runs(stock, ours, stock, *[ours] * 3), "native", [FILE], floor=1))
     assert json.loads(json.dumps(result)) == result
     assert not result["ok"]
     assert result["passed"] == {"stock": 1, "ours": 1}

@@ -92,18 +92,20 @@ def diverging(stock: Outcomes, ours: Outcomes) -> list[Divergence]:
 
 
 def repeated(
-    divergences: Collection[Divergence], stock: Outcomes, ours: Outcomes
+    divergences: Collection[Divergence], stock: Outcomes, ours: Collection[Outcomes]
 ) -> tuple[list[Divergence], list[Divergence]]:
-    """The divergences that hold, and those that a second run of just these tests excuses.
+    """The divergences that hold, and those that further runs of just these tests excuse.
 
-    Excused are tests that now pass with ours, or now fail with vLLM's queue as well; never a crash.
+    Excused are tests that pass with ours in each of them, or now fail with vLLM's queue as well;
+    never a crash.
     """
     kept: list[Divergence] = []
     excused: list[Divergence] = []
     for divergence in divergences:
-        again = ours.get(divergence.test, MISSING).status
+        again = {run.get(divergence.test, MISSING).status for run in ours}
         stock_fails = stock.get(divergence.test, MISSING).status in (FAILED, ERROR, CRASHED)
-        flaky = CRASHED not in (divergence.ours, again) and (again == PASSED or stock_fails)
+        crashed = CRASHED in {divergence.ours, *again}
+        flaky = not crashed and (again == {PASSED} or stock_fails)
         (excused if flaky else kept).append(divergence)
     return kept, excused
 

@@ -1,0 +1,244 @@
+# How classes of blocks keep their ids and links, and how the links are served from native queues.
+# Part of queue.pyx.
+
+cdef object _MISSING = object()
+# What a metaclass says of its classes may be anything: slots are read by offset, so the true bases
+# count.
+cdef object _true_bases = type.__dict__["__mro__"].__get__
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class BlockLayout:
+    """Where the blocks of one class keep `block_id` and their links.
+
+    Blocks of vLLM 0.18 and later have slots, at fixed offsets; older ones keep all three in
+    `__dict__`, in which case the offsets are -1.
+    """
+    cdef object cls
+    cdef Py_ssize_t id_offset
+    cdef Py_ssize_t prev_offset
+    cdef Py_ssize_t next_offset
+    cdef object original_prev
+    cdef object original_next
+    # Native queues alive that have blocks of this class.
+    cdef Py_ssize_t queues
+
+    cdef PyObject* stored(self, PyObject* block, Py_ssize_t offset, str name) except? NULL:
+        """What a block holds at a slot or under a name, borrowed; NULL if nothing."""
+        cdef PyObject* attributes
+        if offset >= 0:
+            return (<PyObject**> (<char*> block + offset))[0]
+        attributes = PyObject_GenericGetDict(block, NULL)
+        # The block keeps its dict alive, and the dict its values.
+        Py_XDECREF(attributes)
+        return PyDict_GetItemWithError(attributes, <PyObject*> name)
+
+    cdef PyObject* raw(self, PyObject* block, bint is_next) except? NULL:
+        """The stored link, borrowed; NULL where nothing was stored yet."""
+        if is_next:
+            return self.stored(block, self.next_offset, "next_free_block")
+        return self.stored(block, self.prev_offset, "prev_free_block")
+
+    cdef int set_raw(self, PyObject* block, bint is_next, object value) except -1:
+        cdef Py_ssize_t offset = self.next_offset if is_next else self.prev_offset
+        cdef PyObject* old
+        cdef PyObject* attributes
+        if offset >= 0:
+            old = (<PyObject**> (<char*> block + offset))[0]
+            Py_INCREF(<PyObject*> value)
+            (<PyObject**> (<char*> block + offset))[0] = <PyObject*> value
+            Py_XDECREF(old)
+            return 0
+        attributes = PyObject_GenericGetDict(block, NULL)
+        Py_XDECREF(attributes)
+        return PyDict_SetItem(
+            attributes, <PyObject*> ("next_free_block" if is_next else "prev_free_block"),
+            <PyObject*> value)
+
+    cdef int put_originals_back(self) except -1:
+        for name, original in (("prev_free_block", self.original_prev),
+                               ("next_free_block", self.original_next)):
+            if type(vars(self.cls).get(name)) is LinkDescriptor:
+                if original is _MISSING:
+                    delattr(self.cls, name)
+                else:
+                    setattr(self.cls, name, original)
+        return 0
+
+    cdef FreeBlockQueue owner(self, PyObject* block):
+        """The native queue that admitted the block last, or None."""
+        cdef PyObject* held = self.raw(block, False)
+        if held != NULL and isinstance(<object> held, FreeBlockQueue):
+            return <FreeBlockQueue> held
+        return None
+
+
+# Layouts by the address of the class that defines the links, which they keep alive. Not by the
+# class: its metaclass may define equality.
+cdef dict _layouts = {}
+
+
+@cython.final
+@cython.auto_pickle(False)
+cdef class LinkDescriptor:
+    """`prev_free_block` or `next_free_block` of a class of blocks, served live.
+
+    For a block that a native queue owns the neighbours are read off the list of that queue, and
+    None when the block is not queued. Any other block behaves as with the descriptor that this one
+    stands for, so a queue in Python beside a native one still works.
+    """
+    cdef BlockLayout layout
+    cdef bint is_next
+
+    def __repr__(self):
+        return f"<native link {'next' if self.is_next else 'prev'}_free_block>"
+
+    def __get__(self, block, owner_class):
+        if block is None:
+            return self
+        self._refuse_stranger(block)
+        cdef FreeBlockQueue queue = self.layout.owner(<PyObject*> block)
+        if queue is not None:
+            return queue._neighbour(block, self.is_next)
+        cdef PyObject* held = self.layout.raw(<PyObject*> block, self.is_next)
+        if held != NULL:
+            return <object> held
+        if self.layout.prev_offset >= 0:
+            raise AttributeError("next_free_block" if self.is_next else "prev_free_block")
+        return None
+
+    def __set__(self, block, value):
+        self._refuse_stranger(block)
+        cdef FreeBlockQueue queue = self.layout.owner(<PyObject*> block)
+        if queue is not None:
+            served = queue._neighbour(block, self.is_next)
+            if value is served and queue._own_id(<PyObject*> block) != kEnd:
+                return
+            if served is not None:
+                raise RuntimeError(
+                    f"the links of block {block.block_id} are those of the native queue it is in: "
+                    "use the methods of the queue (remove, append, popleft) to change them")
+            # A queue in Python takes the block over, or a copy of a block is made a block of its own.
+            self.layout.set_raw(<PyObject*> block, False, None)
+        self.layout.set_raw(<PyObject*> block, self.is_next, value)
+
+    cdef int _refuse_stranger(self, block) except -1:
+        # Not isinstance(), which an object may answer as it likes: the slots are read by offset.
+        if self.layout is None or not PyObject_TypeCheck(<PyObject*> block,
+                                                         <PyTypeObject*> self.layout.cls):
+            raise TypeError(f"{self!r} does not apply to a {type(block).__name__!r} object")
+        return 0
+
+
+cdef BlockLayout _new_layout(block_class):
+    """How a class of blocks keeps its links, None if in no way that a queue could serve."""
+    home = block_class
+    for base in _true_bases(block_class):
+        if "prev_free_block" in vars(base):
+            home = base
+            break
+    cdef BlockLayout layout = BlockLayout.__new__(BlockLayout)
+    layout.cls = home
+    layout.original_prev = vars(home).get("prev_free_block", _MISSING)
+    layout.original_next = vars(home).get("next_free_block", _MISSING)
+    layout.id_offset = slot_offset(getattr(home, "block_id", None), home)
+    layout.prev_offset = slot_offset(layout.original_prev, home)
+    layout.next_offset = slot_offset(layout.original_next, home)
+    if layout.prev_offset < 0 or layout.next_offset < 0 or layout.id_offset < 0:
+        # No slots, so all three are in __dict__, and None or nothing is the default of the links.
+        if not home.__dictoffset__ or hasattr(getattr(home, "block_id", None), "__get__") or not all(
+                link is None or link is _MISSING
+                for link in (layout.original_prev, layout.original_next)):
+            return None
+        layout.id_offset = layout.prev_offset = layout.next_offset = -1
+    elif len({layout.id_offset, layout.prev_offset, layout.next_offset}) < 3:
+        return None
+    return layout
+
+
+def can_serve_links(block_class) -> bool:
+    """Whether `serve_links` would do; changes nothing."""
+    return isinstance(block_class, type) and (
+        _layout_of(block_class) is not None or _new_layout(block_class) is not None)
+
+
+def serve_links(block_class) -> None:
+    """Serve `prev_free_block` and `next_free_block` of a class of blocks from native queues.
+
+    Replaces the two attributes of the class (once; further calls change nothing). A queue does
+    this by itself for the first block of a class that it sees.
+
+    Raises:
+        TypeError: the class has no such links, they are properties of somebody else, or it cannot
+            be changed.
+    """
+    if not can_serve_links(block_class):
+        raise TypeError(f"{block_class!r} has no links that a queue could serve: it needs "
+                        "prev_free_block and next_free_block as slots, or as plain attributes "
+                        "that default to None")
+    if _layout_of(block_class) is not None:
+        return
+    cdef BlockLayout layout = _new_layout(block_class)
+    cdef LinkDescriptor served
+    try:
+        for name in ("prev_free_block", "next_free_block"):
+            served = LinkDescriptor.__new__(LinkDescriptor)
+            served.layout = layout
+            served.is_next = name == "next_free_block"
+            setattr(layout.cls, name, served)
+    except BaseException:
+        layout.put_originals_back()
+        raise
+    _layouts[<size_t> <PyObject*> layout.cls] = layout
+
+
+def queues_of(block_class) -> int:
+    """How many native queues that are alive have blocks of a class."""
+    cdef BlockLayout layout = _layout_of(block_class)
+    return 0 if layout is None else layout.queues
+
+
+def withdraw_links(block_class) -> None:
+    """Undo `serve_links`.
+
+    Raises:
+        RuntimeError: native queues with blocks of this class are alive; nothing is changed.
+    """
+    cdef BlockLayout layout = _layout_of(block_class)
+    if layout is None:
+        return
+    if layout.queues:
+        raise RuntimeError(
+            f"{layout.queues} native queues still have blocks of {layout.cls.__qualname__}: "
+            "drop them (and their pools) first")
+    layout.put_originals_back()
+    del _layouts[<size_t> <PyObject*> layout.cls]
+
+
+cdef BlockLayout _layout_of(block_class):
+    if isinstance(block_class, type):
+        for base in _true_bases(block_class):
+            layout = _layouts.get(<size_t> <PyObject*> base)
+            if layout is not None or "prev_free_block" in vars(base):
+                return layout
+    return None
+
+
+cdef BlockLayout _prepared(block, str verb):
+    """The layout of the class of a block, whose links are served from now on; TypeError if it is
+    not the class of a block."""
+    if type(block) is FreeListEnd:
+        raise RuntimeError(f"{verb}(): an end of a free list (block id -1) is not a block")
+    cdef BlockLayout layout = _layout_of(type(block))
+    if layout is None:
+        layout = _new_layout(type(block))
+        if layout is None or not all(
+                hasattr(block, name)
+                for name in ("block_id", "prev_free_block", "next_free_block")):
+            raise TypeError(
+                f"{verb}(): {type(block).__name__} is not a KV-cache block: it needs block_id, "
+                "prev_free_block and next_free_block, as slots or as plain attributes")
+        serve_links(type(block))
+        layout = _layout_of(type(block))
+    return layout
