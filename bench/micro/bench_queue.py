@@ -15,7 +15,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
 from pyblockpool import FreeBlockQueue
 
-ROUNDS = 5
+ROUNDS = 9
 MakeQueue = Callable[[Sequence[int]], Any]
 
 
