@@ -5,9 +5,12 @@ The order lives in a C++ list of ids; this file is the border between ids and bl
 holds between two calls, besides the rules of the list (free_list.hpp):
 
     linked(id)                        =>  _blocks[id] is a block whose block_id is id
-    _blocks[id] is b, b's owner is q  =>  b was last admitted by q
-    linked(id)                        =>  owner(_blocks[id]) is self
+    _blocks[id] is b                  <=> the payload of id is the address of b
+    linked(id)                        =>  the owner of _blocks[id] is self
+    len(_blocks) == room of the list, unless the garbage collector is taking the queue apart
     num_free_blocks == size of the list, unless somebody assigned to num_free_blocks
+
+`_blocks` holds the references, the payloads are what the hot path reads: an address beside the links.
 
 The owner of a block is what its own link slot (`prev_free_block`) holds: a queue of this module.
 It stays there while the block is in use, so popping and appending write to no block at all; whether

@@ -299,5 +299,13 @@ def test_the_sanitized_module_is_the_one_under_test() -> None:
     assert "libasan" in Path("/proc/self/maps").read_text()
 
 
+def test_the_package_holds_what_it_should() -> None:
+    """Types and the compiled module; nothing of the tests and no sources of C++."""
+    folder = Path(_queue.__file__).parent
+    names = {path.name for path in folder.iterdir()}
+    assert {"py.typed", "_queue.pyi", "reference.py", "plugin"} <= names
+    assert not names & {"tests", "bench", "csrc", "queue.cpp"}
+
+
 def test_version() -> None:
     assert pyblockpool.__version__.count(".") == 2
