@@ -82,7 +82,14 @@ def _switch_on(queue: str) -> Applied:
             f"{QUEUE_VARIABLE}={queue} cannot be done here: "
             + "; ".join(finding.sentence for finding in troubles)
         )
-    expected = proof.trace_of_a_pool()
+    try:
+        expected = proof.trace_of_a_pool()
+    except Exception as error:
+        raise UnsupportedVLLMError(
+            f"{QUEUE_VARIABLE}={queue} cannot be done here: a BlockPool of vLLM "
+            f"{surface.vllm_version()} cannot be tried out ({type(error).__name__}: {error}); "
+            "install a pyblockpool made for it"
+        ) from error
     applied = patches.Applied(patches.PATCHES[queue])
     if trouble := proof.counterexample(expected, native=queue == "native"):
         left = applied.roll_back()

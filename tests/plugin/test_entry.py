@@ -247,6 +247,11 @@ BENT: dict[str, tuple[list[tuple[str, str]], type[BlockQueueError], list[str]]] 
         UnsupportedVLLMError,
         ["TypeError", "order", "made for it"],
     ),
+    "pool with another argument": (
+        [("enable_caching, hash_block_size):", "enable_caching, hash_block_size, device):")],
+        UnsupportedVLLMError,
+        ["cannot be tried out", "device", "made for it"],
+    ),
     "pool with another queue after all": (
         [
             (
