@@ -33,8 +33,9 @@ Result = dict[str, Any]
 
 IDENTICAL = """\
 Read from it: the native queue gave out and took back every block just as vLLM's
-did, so the blocks a run sink alike. This job proves equality, not speed: the
-two runs follow one another, and agree in time only if nothing else is running."""
+did, so the runs of consecutive block ids get shorter alike. This job proves
+equality, not speed: the two engines run one after the other, and their prefill
+times differ by what else the machine did meanwhile."""
 
 QUEUES = {"vllm": "vllm.", "native": "pyblockpool."}  # variant -> where its queue class lives
 PROMPTS, VOCABULARY, MIN_OUTPUT, MAX_OUTPUT = 2, 512, 8, 48
