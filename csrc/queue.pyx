@@ -154,7 +154,6 @@ cdef extern from "Python.h":
     int PyObject_TypeCheck(PyObject*, PyTypeObject*)
     Py_ssize_t PyNumber_AsSsize_t(object, PyObject*) except? -1
     PyObject* PyList_New_raw "PyList_New"(Py_ssize_t) except NULL
-    PyObject* list_item "PyList_GET_ITEM"(PyObject*, Py_ssize_t)
     PyObject* PyObject_GenericGetDict(PyObject*, void*) except NULL
     PyObject* PyDict_GetItemWithError(PyObject*, PyObject*) except? NULL
     int PyDict_SetItem(PyObject*, PyObject*, PyObject*) except -1
