@@ -545,7 +545,6 @@ cdef class FreeBlockQueue:
             return PyList_GET_SIZE(blocks) == 0
         if self._layout.id_offset < 0:
             return self._link_dict_blocks(blocks, chain)
-
         if chain_slot_blocks(self._list, chain[0], <PyObject*> blocks, <PyObject*> self,
                              <PyObject*> self._layout.cls, self._layout.id_offset,
                              self._layout.prev_offset):
@@ -625,6 +624,11 @@ cdef class FreeBlockQueue:
             self._layout = layout
             layout.queues += 1
         for id in ids:
+            if self._list.contains(id):
+                # Dropping a former owner ran somebody's code, which has queued the block.
+                self._list.dissolve(chain[0])
+                chain[0] = Chain()
+                raise RuntimeError(f"{verb}(): block {id} was queued during the call")
             self._list.extend(chain[0], id)
         return 0
 
