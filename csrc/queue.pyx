@@ -625,7 +625,7 @@ cdef class FreeBlockQueue:
             layout.queues += 1
         for id in ids:
             if self._list.contains(id):
-                # Dropping a former owner ran somebody's code, which has queued the block.
+                # Reading the links of a later block ran somebody's code, which has queued this one.
                 self._list.dissolve(chain[0])
                 chain[0] = Chain()
                 raise RuntimeError(f"{verb}(): block {id} was queued during the call")

@@ -333,3 +333,24 @@ def test_an_id_that_was_changed_is_noticed() -> None:
     block.block_id = 0
     made[1].block_id = 7
     assert queue.check() == "the block at id 1 says that its id is 7"
+
+
+def test_code_that_runs_while_a_batch_is_admitted() -> None:
+    """A key of a dict queues a block of the batch that is being admitted."""
+    queue = FreeBlockQueue([DictBlock(9)])
+    made = [DictBlock(0), DictBlock(1)]
+
+    class Key:
+        def __hash__(self) -> int:
+            return hash("prev_free_block")
+
+        def __eq__(self, other: object) -> bool:
+            if queue.num_free_blocks == 1 and queue.stats()["known"] == 2:
+                queue.append(made[0])
+            return False
+
+    attributes: Any = {Key(): 0}
+    made[1].__dict__ = attributes | made[1].__dict__
+    with pytest.raises(RuntimeError, match="block 0 was queued during the call"):
+        queue.append_n(made)
+    assert_order(queue, [9, 0])
