@@ -2,7 +2,7 @@
 
 
 class BlockQueueError(Exception):
-    """Base of the errors by which pyblockpool refuses to be switched on."""
+    """Base of the errors that say why pyblockpool cannot do what was asked of it."""
 
 
 class SettingsError(BlockQueueError, ValueError):
@@ -19,3 +19,7 @@ class ConflictError(BlockQueueError, RuntimeError):
 
 class NotCompiledError(BlockQueueError, ImportError):
     """The compiled module is missing or does not load: install pyblockpool from a wheel."""
+
+
+class InactiveError(BlockQueueError, RuntimeError):
+    """The engine that was called runs without pyblockpool: set the variable where it starts."""

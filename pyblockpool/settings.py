@@ -14,7 +14,7 @@ QUEUE_VARIABLE = "VLLM_BLOCK_QUEUE"
 
 # What each value of the variable asks for.
 QUEUES = {
-    "python": "vLLM's own queue",
+    "python": "vLLM's own queue, with the order reset",
     "native": "pyblockpool's queue, policy lru: the same blocks in the same order",
 }
 

@@ -100,7 +100,9 @@ def _switch_on(queue: str) -> Applied:
     init_logger("vllm.plugins.pyblockpool").info(
         "pyblockpool %s: %s, vLLM %s, pid %d",
         __version__,
-        "native free-block queue, policy lru" if queue == "native" else "vLLM's free-block queue",
+        "native free-block queue, policy lru"
+        if queue == "native"
+        else "vLLM's free-block queue with the order reset",
         surface.vllm_version(),
         os.getpid(),
     )

@@ -5,10 +5,12 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 from pyblockpool.errors import ConflictError
+from pyblockpool.plugin.reset import DOCS, LAYERS, Layer
 from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS, name_of
 from pyblockpool.settings import QUEUE_VARIABLE
 
@@ -142,6 +144,44 @@ def _swap_queue() -> Undo:
     return Undo(act=undo, obstacle=obstacle)
 
 
+def _extend(layer: Layer) -> Undo:
+    """Add the methods of a layer to its class."""
+    cls = getattr(import_module(layer.module), layer.cls)
+    before = dict(vars(cls))
+    for name in layer.adds:
+        if name in before:
+            raise ConflictError(
+                f"{name_of(cls)}.{name}() is there already, but not by this copy of the plugin: "
+                "load it once"
+            )
+    gained = dict(layer.adds)
+    gained |= {name: wrap(before[name]) for name, wrap in layer.wraps.items() if name in before}
+    for name, method in gained.items():
+        method.__name__, method.__qualname__ = name, f"{cls.__qualname__}.{name}"
+        doc = DOCS.get(name.removesuffix("_async"), "")
+        method.__doc__ = (before[name].__doc__ or "") + doc if name in before else doc
+        setattr(cls, name, method)
+
+    def obstacle() -> Exception | None:
+        for name, method in gained.items():
+            now = vars(cls).get(name)
+            if now is not method:
+                return ConflictError(
+                    f"{name_of(cls)}.{name} has been replaced again, by {name_of(now)}: take that "
+                    "back first"
+                )
+        return None
+
+    def undo() -> None:
+        for name in gained:
+            if name in before:
+                setattr(cls, name, before[name])
+            else:
+                delattr(cls, name)
+
+    return Undo(act=undo, obstacle=obstacle)
+
+
 ACCEPT_VARIABLE = Patch(
     target="vllm.envs:environment_variables",
     apply=_accept_variable,
@@ -164,7 +204,18 @@ SWAP_QUEUE = Patch(
     retire_when="BlockPool takes the class of its queue as an argument",
 )
 
+RESETS = tuple(
+    Patch(
+        target=f"{layer.module}:{layer.cls}.{', '.join([*layer.adds, *layer.wraps])}",
+        apply=partial(_extend, layer),
+        why="callers of a long-lived engine can put the free queue back in order between rounds",
+        upstream=RFC,
+        retire_when="vLLM has a reset of the order of its free queue through every layer",
+    )
+    for layer in LAYERS
+)
+
 PATCHES: dict[str, tuple[Patch, ...]] = {
-    "python": (ACCEPT_VARIABLE,),
-    "native": (ACCEPT_VARIABLE, SWAP_QUEUE, SERVE_LINKS),
+    "python": (ACCEPT_VARIABLE, *RESETS),
+    "native": (ACCEPT_VARIABLE, SWAP_QUEUE, SERVE_LINKS, *RESETS),
 }

@@ -1,4 +1,6 @@
-"""The proof: after the patches, a real pool of eight blocks hands out what vLLM's own would."""
+"""The proof: after the patches, a real pool of eight blocks hands out what vLLM's own would, and
+its order can be reset.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,13 @@ def trace_of_a_pool(pool: Any = None) -> list[list[int]]:
     theirs = import_module(KV_CACHE_UTILS).FreeKVCacheBlockQueue
     if hasattr(theirs, "prepend_n"):
         queue.prepend_n([taken[1]])
+    else:
+        queue.append_n([taken[1]])
     if hasattr(theirs, "iter_blocks_after"):
         trace.append([block.block_id for block in queue.iter_blocks_after(taken[0])])
     look()
-    get(1)
+    pool.free_blocks(get(1))
+    look()
     return trace
 
 
@@ -79,6 +84,8 @@ def counterexample(expected: list[list[int]], native: bool) -> str:
                     "its queue although FreeBlockQueue was put in its place"
                 )
         trace = trace_of_a_pool(pool)
+        done = pool.reset_free_block_queue_order()
+        order = [block.block_id for block in queue.get_all_free_blocks()]
         broken = queue.check() if native else ""
     except Exception as error:
         return f"a new BlockPool of vLLM {vllm_version()} failed: {type(error).__name__}: {error}"
@@ -86,5 +93,10 @@ def counterexample(expected: list[list[int]], native: bool) -> str:
         return (
             f"a pool of {NUM_BLOCKS} blocks on vLLM {vllm_version()} handed out {trace} and not "
             f"{expected} as before{'; ' + broken if broken else ''}"
+        )
+    if not done or order != list(range(1, NUM_BLOCKS)):
+        return (
+            f"a reset of the order of a pool of {NUM_BLOCKS} blocks on vLLM {vllm_version()} "
+            f"returned {done} and left the order {order}"
         )
     return ""

@@ -18,6 +18,14 @@ OLDEST = "0.13.0"
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
 BLOCK_POOL = "vllm.v1.core.block_pool"
 COORDINATOR = "vllm.v1.core.kv_cache_coordinator"
+KV_CACHE_MANAGER = "vllm.v1.core.kv_cache_manager"
+SCHEDULER_INTERFACE = "vllm.v1.core.sched.interface"
+SCHEDULER = "vllm.v1.core.sched.scheduler"
+CORE = "vllm.v1.engine.core"
+CORE_CLIENT = "vllm.v1.engine.core_client"
+LLM_ENGINE = "vllm.v1.engine.llm_engine"
+ASYNC_LLM = "vllm.v1.engine.async_llm"
+LLM = "vllm.entrypoints.llm"
 
 # Methods of vLLM's queue and their parameters behind `self`; those that came after OLDEST.
 QUEUE_METHODS: dict[str, tuple[str, ...]] = {
@@ -41,6 +49,34 @@ POOL_METHODS = (
     "get_num_free_blocks",
     "evict_blocks",
 )
+
+# What the plugin adds to vLLM's classes from the pool up to the front ends, and the method there
+# that gains an argument.
+RESET_ORDER = "reset_free_block_queue_order"
+STATS = "free_block_queue_stats"
+RESET_PREFIX_CACHE = "reset_prefix_cache"
+
+_RESET = (RESET_PREFIX_CACHE, ("reset_running_requests", "reset_connector"))
+# (module, class, method, its parameters behind `self`) of the chain through the engine.
+CHAIN: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    (BLOCK_POOL, "BlockPool", RESET_PREFIX_CACHE, ()),
+    (COORDINATOR, "KVCacheCoordinator", RESET_PREFIX_CACHE, ()),
+    (KV_CACHE_MANAGER, "KVCacheManager", RESET_PREFIX_CACHE, ()),
+    (SCHEDULER_INTERFACE, "SchedulerInterface", *_RESET),
+    (SCHEDULER, "Scheduler", *_RESET),
+    (CORE, "EngineCore", *_RESET),
+    (CORE_CLIENT, "EngineCoreClient", *_RESET),
+    (CORE_CLIENT, "InprocClient", *_RESET),
+    (CORE_CLIENT, "InprocClient", "get_output", ()),
+    (CORE_CLIENT, "SyncMPClient", *_RESET),
+    (CORE_CLIENT, "SyncMPClient", "call_utility", ("method", "args")),
+    (CORE_CLIENT, "AsyncMPClient", f"{RESET_PREFIX_CACHE}_async", _RESET[1]),
+    (CORE_CLIENT, "AsyncMPClient", "_call_utility_async", ("method", "args", "engine")),
+    (LLM_ENGINE, "LLMEngine", *_RESET),
+    (ASYNC_LLM, "AsyncLLM", *_RESET),
+    (LLM, "LLM", *_RESET),
+)
+LATER_IN_CHAIN = {("KVCacheCoordinator", RESET_PREFIX_CACHE): "0.30.0"}
 
 
 @dataclass(frozen=True)
@@ -178,6 +214,45 @@ def _the_blocks() -> Iterator[Finding]:
         yield Finding("KVCacheBlock has links that can be served from a native queue")
 
 
+def _the_chain() -> Iterator[Finding]:
+    missing, changed, taken = [], [], []
+    for module, cls, method, parameters in CHAIN:
+        owner = getattr(import_module(module), cls)
+        found = getattr(owner, method, None)
+        if found is None:
+            if (cls, method) not in LATER_IN_CHAIN:
+                missing.append(f"{cls}.{method}()")
+            continue
+        if _is_ours(found):
+            continue
+        now = tuple(inspect.signature(found).parameters)[1:]
+        if now != parameters:
+            changed.append(f"{cls}.{method}({', '.join(now)})")
+        taken += [
+            f"{cls}.{name}()"
+            for name in (RESET_ORDER, STATS)
+            if not _is_ours(getattr(owner, name, _is_ours))
+        ]
+    for names, trouble, error in (
+        (missing, "lacks", UnsupportedVLLMError),
+        (changed, "takes other arguments than pyblockpool expects in", UnsupportedVLLMError),
+        (dict.fromkeys(taken), "already has, from elsewhere,", ConflictError),
+    ):
+        if names:
+            yield Finding(
+                f"vLLM {vllm_version()} {trouble} {', '.join(names)}: the order reset cannot be "
+                "passed through the engine. Install a pyblockpool made for this vLLM, or unset "
+                "VLLM_BLOCK_QUEUE",
+                error,
+            )
+    if not (missing or changed or taken):
+        yield Finding("the order reset can be passed through every layer of the engine")
+
+
+def _is_ours(function: Any) -> bool:
+    return str(getattr(function, "__module__", "")).startswith("pyblockpool.")
+
+
 def _replaced(where: str, by: Any) -> Finding:
     return Finding(
         f"{where} has been replaced by {name_of(by)}, so that pyblockpool "
@@ -193,6 +268,6 @@ def name_of(thing: Any) -> str:
 
 # What each value of the variable stands on.
 CHECKS: dict[str, tuple[Callable[[], Iterator[Finding]], ...]] = {
-    "python": (_the_pool,),
-    "native": (_the_pool, _the_queue, _the_blocks),
+    "python": (_the_pool, _the_chain),
+    "native": (_the_pool, _the_queue, _the_blocks, _the_chain),
 }

@@ -1,4 +1,4 @@
-"""A host of forty lines with the surface that the plugin needs of vLLM, to be bent by tests."""
+"""A small host with the surface that the plugin needs of vLLM, to be bent by tests."""
 
 from __future__ import annotations
 
@@ -56,6 +56,7 @@ from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
 
 class BlockPool:
     def __init__(self, num_gpu_blocks, enable_caching, hash_block_size):
+        self.num_gpu_blocks = num_gpu_blocks
         self.blocks = [KVCacheBlock(i) for i in range(num_gpu_blocks)]
         self.free_block_queue = FreeKVCacheBlockQueue(self.blocks)
         self.null_block = self.free_block_queue.popleft()
@@ -68,12 +69,162 @@ class BlockPool:
 
     def touch(self, blocks): ...
     def evict_blocks(self, block_ids): ...
-    def reset_prefix_cache(self): ...
+    def reset_prefix_cache(self):
+        return self.get_num_free_blocks() == self.num_gpu_blocks - 1
+
     def get_num_free_blocks(self):
         return self.free_block_queue.num_free_blocks
 """
 
-COORDINATOR = "from vllm.v1.core.block_pool import BlockPool\n"
+COORDINATOR = """
+from types import SimpleNamespace
+from vllm.v1.core.block_pool import BlockPool
+
+class KVCacheCoordinator:
+    def __init__(self, num_gpu_blocks):
+        self.block_pool = BlockPool(num_gpu_blocks, True, 16)
+        self.single_type_managers = (SimpleNamespace(block_pool=self.block_pool),) * 2
+
+    def reset_prefix_cache(self):
+        return self.block_pool.reset_prefix_cache()
+"""
+
+KV_CACHE_MANAGER = """
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+
+class KVCacheManager:
+    def __init__(self, num_gpu_blocks):
+        self.coordinator = KVCacheCoordinator(num_gpu_blocks)
+
+    def reset_prefix_cache(self):
+        return self.coordinator.reset_prefix_cache()
+"""
+
+SCHEDULER_INTERFACE = """
+class SchedulerInterface:
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False): ...
+"""
+
+SCHEDULER = """
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.interface import SchedulerInterface
+
+class Scheduler(SchedulerInterface):
+    def __init__(self, num_gpu_blocks):
+        self.kv_cache_manager = KVCacheManager(num_gpu_blocks)
+        self.resets = []
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        self.resets.append((reset_running_requests, reset_connector))
+        return self.kv_cache_manager.reset_prefix_cache()
+"""
+
+CORE = """
+class EngineCore:
+    def __init__(self, scheduler):
+        self.scheduler = scheduler
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+"""
+
+CORE_CLIENT = """
+import asyncio
+import inspect
+from types import SimpleNamespace
+
+class EngineCoreClient:
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False): ...
+
+class InprocClient(EngineCoreClient):
+    def __init__(self, core):
+        self.engine_core = core
+        self.step = lambda: None
+
+    def get_output(self):
+        return self.step()
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
+
+def utility(client, core, method, args):
+    client.sent.append((method, *args))
+    try:
+        called = getattr(core, method)
+        assert len(args) <= len(inspect.signature(called).parameters)
+        return called(*args)
+    except Exception as error:
+        raise Exception(f"Call to {method} method failed: {error}") from None
+
+class SyncMPClient(EngineCoreClient):
+    def __init__(self, core):
+        self.core = core
+        self.sent = []
+
+    def call_utility(self, method, *args):
+        return utility(self, self.core, method, args)
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return self.call_utility("reset_prefix_cache", reset_running_requests, reset_connector)
+
+class AsyncMPClient(EngineCoreClient):
+    def __init__(self, *cores):
+        self.core_engines = cores
+        self.sent = []
+        self.resources = SimpleNamespace(output_queue_task=None)
+
+    async def _call_utility_async(self, method, *args, engine):
+        await asyncio.sleep(0)
+        return utility(self, engine, method, args)
+
+    async def reset_prefix_cache_async(self, reset_running_requests=False, reset_connector=False):
+        engine = self.core_engines[0]
+        args = (reset_running_requests, reset_connector)
+        return await self._call_utility_async("reset_prefix_cache", *args, engine=engine)
+"""
+
+LLM_ENGINE = """
+class LLMEngine:
+    def __init__(self, client):
+        self.engine_core = client
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
+"""
+
+ASYNC_LLM = """
+class AsyncLLM:
+    def __init__(self, client):
+        self.engine_core = client
+
+    async def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        args = (reset_running_requests, reset_connector)
+        return await self.engine_core.reset_prefix_cache_async(*args)
+"""
+
+LLM = """
+class LLM:
+    def __init__(self, engine):
+        self.llm_engine = engine
+
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+"""
+
+# In the order of their imports.
+SOURCES = {
+    "vllm.v1.core.kv_cache_utils": KV_CACHE_UTILS,
+    "vllm.v1.core.block_pool": BLOCK_POOL,
+    "vllm.v1.core.kv_cache_coordinator": COORDINATOR,
+    "vllm.v1.core.kv_cache_manager": KV_CACHE_MANAGER,
+    "vllm.v1.core.sched.interface": SCHEDULER_INTERFACE,
+    "vllm.v1.core.sched.scheduler": SCHEDULER,
+    "vllm.v1.engine.core": CORE,
+    "vllm.v1.engine.core_client": CORE_CLIENT,
+    "vllm.v1.engine.llm_engine": LLM_ENGINE,
+    "vllm.v1.engine.async_llm": ASYNC_LLM,
+    "vllm.entrypoints.llm": LLM,
+}
 
 
 class FakeVLLM:
@@ -87,24 +238,30 @@ class FakeVLLM:
         self.envs = self._module("vllm.envs", "environment_variables = {}")
         logger = self._module("vllm.logger", "")
         logger.init_logger = logging.getLogger
-        self._module("vllm.v1", "")
-        self._module("vllm.v1.core", "")
+        for package in ("vllm.v1", "vllm.v1.core", "vllm.v1.core.sched", "vllm.v1.engine"):
+            self._module(package, "")
+        self._module("vllm.entrypoints", "")
         self.load()
 
     def load(self, *edits: tuple[str, str]) -> None:
-        """(Re)load the modules of the core with pieces of their text replaced."""
-        sources = [KV_CACHE_UTILS, BLOCK_POOL, COORDINATOR]
+        """(Re)load all modules but the first three with pieces of their text replaced."""
+        sources = dict(SOURCES)
         for old, new in edits:
-            assert any(old in source for source in sources), old
-            sources = [source.replace(old, new) for source in sources]
-        self.kv_cache_utils = self._module("vllm.v1.core.kv_cache_utils", sources[0])
-        self.block_pool = self._module("vllm.v1.core.block_pool", sources[1])
-        self.coordinator = self._module("vllm.v1.core.kv_cache_coordinator", sources[2])
+            assert any(old in source for source in sources.values()), old
+            sources = {name: source.replace(old, new) for name, source in sources.items()}
+        self.modules = {name: self._module(name, source) for name, source in sources.items()}
+        self.kv_cache_utils = self.modules["vllm.v1.core.kv_cache_utils"]
+        self.block_pool = self.modules["vllm.v1.core.block_pool"]
+
+    def make(self, name: str, *arguments: Any) -> Any:
+        """A new instance of the class of this name."""
+        (cls,) = {vars(module)[name] for module in self.modules.values() if name in vars(module)}
+        return cls(*arguments)
 
     def snapshot(self) -> dict[str, Any]:
         """Everything that a patch could change, by name."""
         state: dict[str, Any] = {"variables": dict(self.envs.environment_variables)}
-        for module in (self.kv_cache_utils, self.block_pool, self.coordinator):
+        for module in self.modules.values():
             for name, value in vars(module).items():
                 if name.startswith("__"):
                     continue

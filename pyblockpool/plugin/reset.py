@@ -1,0 +1,434 @@
+"""The order reset through every layer of the engine (RFC vllm-project/vllm#40244).
+
+The way of a call, from class to class of vLLM:
+
+    LLM -> LLMEngine -> InprocClient, SyncMPClient -> EngineCore -> scheduler -> KVCacheManager
+    AsyncLLM ---------> AsyncMPClient ------------->             -> KVCacheCoordinator -> BlockPool
+
+``DOCS`` says what the calls do, ``LAYERS`` at the end who gains what. Each function states its
+parameters, as vLLM sends arguments to an engine core by position and counts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import import_module
+from typing import Any
+
+from pyblockpool.errors import InactiveError
+from pyblockpool.plugin import surface
+from pyblockpool.plugin.order import pool_stats, reset_order
+from pyblockpool.plugin.surface import RESET_ORDER, RESET_PREFIX_CACHE, STATS, name_of
+from pyblockpool.settings import QUEUE_VARIABLE
+
+Method = Callable[..., Any]
+
+# The docstrings that users of vLLM's classes see.
+DOCS = {
+    RESET_ORDER: """Hand out free KV-cache blocks in ascending block ids from here on.
+
+For the time between two rounds, when no request runs. Nothing is preempted; prefix-cache hashes,
+reference counts, KV events and metrics stay. Blocks with a hash that are still in the cache lose
+their place in the order of eviction: call it after `reset_prefix_cache()`, or use
+``reset_prefix_cache(reorder_free_queue=True)``.
+
+Returns:
+    True if it was done, in every engine. False, with a warning and with that engine unchanged,
+    while a request, a KV connector or anybody else holds a block: try again when they are done.
+
+Raises:
+    InactiveError: pyblockpool is not active where the engine runs.
+    RuntimeError: the engine has been shut down, a step runs in another thread, or the engine
+        belongs to another event loop.
+""",
+    STATS: """Figures of the free KV-cache blocks, from inside the engine. O(blocks).
+
+Returns:
+    A dict; from several data-parallel engines a list of them, by rank. ``pid``: of the engine
+    core. ``implementation``: of the queue, "native", "vllm" or the name of a class. ``policy``.
+    ``num_blocks``: in the pool, the null block included. ``in_use``: blocks with references.
+    ``free``: blocks queued. ``unhashed``: free blocks without a prefix-cache hash. ``runs``:
+    stretches of the queue, in its order, in which each id is the one before it plus 1.
+    ``longest_run``: blocks in the longest of them. ``other_pools``: the same of further pools.
+
+Raises:
+    As `reset_free_block_queue_order()`.
+""",
+    RESET_PREFIX_CACHE: """
+
+pyblockpool adds ``reorder_free_queue``: if True, `reset_free_block_queue_order()` follows a reset
+that succeeded, in the same call to the engine core, and the answer is True if both did.
+""",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What one class of vLLM gains.
+
+    Attributes:
+        module: where the class is.
+        cls: its name.
+        adds: new methods.
+        wraps: methods that replace those of vLLM, made from them. One that the class does not
+            define in this release is left out.
+    """
+
+    module: str
+    cls: str
+    adds: Mapping[str, Method] = field(default_factory=dict)
+    wraps: Mapping[str, Callable[[Method], Method]] = field(default_factory=dict)
+
+
+# Inside the engine core.
+
+
+def _reset_order_of(pools: list[Any]) -> bool:
+    if in_use := reset_order(pools):
+        _log().warning(
+            "Failed to reset the order of the free block queue because some blocks (%d) are not "
+            "freed yet",
+            in_use,
+        )
+    return not in_use
+
+
+def _pools_of(coordinator: Any) -> list[Any]:
+    """Each distinct pool once, that of the GPU first. One without a queue has no order."""
+    managers = coordinator.single_type_managers
+    pools = [coordinator.block_pool, *(manager.block_pool for manager in managers)]
+    queued = {id(pool): pool for pool in pools if hasattr(pool, "free_block_queue")}
+    if not queued:
+        raise NotImplementedError(
+            f"{name_of(type(pools[0]))} keeps its free blocks in no queue that pyblockpool knows"
+        )
+    return list(queued.values())
+
+
+def _stats_of(pools: list[Any]) -> dict[str, Any]:
+    """`pool_stats` of the first with ``other_pools``."""
+    first, *others = map(pool_stats, pools)
+    return first | {"other_pools": others}
+
+
+def _kv_cache_manager(scheduler: Any) -> Any:
+    manager = getattr(scheduler, "kv_cache_manager", None)
+    if not hasattr(manager, RESET_ORDER):
+        raise NotImplementedError(
+            f"the scheduler {name_of(type(scheduler))} has no KVCacheManager of vLLM through which "
+            f"pyblockpool could reach its free blocks: give it a {RESET_ORDER}() and a {STATS}() "
+            "of its own"
+        )
+    return manager
+
+
+def _reset_order_of_scheduler(self: Any) -> bool:
+    if not _kv_cache_manager(self).reset_free_block_queue_order():
+        return False
+    connector = getattr(self, "connector", None)
+    for each in (connector, *getattr(connector, "_connectors", ())):
+        # Lazy CPU offload walks the queue with a cursor, which means nothing in another order.
+        offload = getattr(each, "scheduler_manager", None)
+        if hasattr(offload, "_cursor"):
+            offload._cursor = None
+    _log().info("Reset the order of the free block queue")
+    return True
+
+
+def _stats_of_scheduler(self: Any) -> dict[str, Any]:
+    return dict(_kv_cache_manager(self).free_block_queue_stats())
+
+
+def _reset_order_of_core(self: Any) -> bool:
+    # A scheduler need not derive from vLLM's interface, which has the method.
+    own = getattr(self.scheduler, RESET_ORDER, None)
+    return bool(own() if own else _reset_order_of_scheduler(self.scheduler))
+
+
+def _stats_of_core(self: Any) -> dict[str, Any]:
+    own = getattr(self.scheduler, STATS, None)
+    return {"pid": os.getpid()} | (own() if own else _stats_of_scheduler(self.scheduler))
+
+
+def _then_reorder_pools(original: Method) -> Method:
+    """For the layers whose reset takes no arguments."""
+
+    def reset_prefix_cache(self: Any, reorder_free_queue: bool = False) -> bool:
+        done: bool = original(self)
+        return done and self.reset_free_block_queue_order() if reorder_free_queue else done
+
+    return reset_prefix_cache
+
+
+def _then_reorder(original: Method) -> Method:
+    """For the others in the engine core.
+
+    They ask what is below them twice, so that somebody else's scheduler need not know the new
+    argument.
+    """
+
+    def reset_prefix_cache(
+        self: Any,
+        reset_running_requests: bool = False,
+        reset_connector: bool = False,
+        reorder_free_queue: bool = False,
+    ) -> bool:
+        done: bool = original(self, reset_running_requests, reset_connector)
+        return done and self.reset_free_block_queue_order() if reorder_free_queue else done
+
+    return reset_prefix_cache
+
+
+def _log() -> Any:
+    return import_module("vllm.logger").init_logger("vllm.plugins.pyblockpool")
+
+
+# From a front end to the engine core: how each class asks what is below it.
+
+
+def _ask_llm_engine(llm: Any, method: str, *arguments: bool) -> Any:
+    return getattr(llm.llm_engine, method)(*arguments)
+
+
+def _ask_client(engine: Any, method: str, *arguments: bool) -> Any:
+    return getattr(engine.engine_core, method)(*arguments)
+
+
+async def _ask_async_client(engine: Any, method: str, *arguments: bool) -> Any:
+    return await getattr(engine.engine_core, f"{method}_async")(*arguments)
+
+
+def _ask_core(client: Any, method: str, *arguments: bool) -> Any:
+    """In the same process, where a second thread may call while a step has half changed a queue."""
+    _refuse_after_shutdown(client)
+    lock = _step_lock(client)
+    if not lock.acquire(blocking=False):
+        raise RuntimeError(
+            f"{method}(): a step of this engine is running in another thread: call between steps, "
+            "from the thread that drives the engine"
+        )
+    try:
+        return getattr(client.engine_core, method)(*arguments)
+    finally:
+        lock.release()
+
+
+def _ask_core_process(client: Any, method: str, *arguments: bool) -> Any:
+    _refuse_after_shutdown(client)
+    try:
+        return client.call_utility(method, *arguments)
+    except Exception as error:
+        raise _explained(error, method) from error
+
+
+async def _ask_core_processes(client: Any, method: str, *arguments: bool) -> Any:
+    """All engines of this client: vLLM's own utility call tells the answer of the first one only.
+
+    Returns:
+        Whether all said yes; of statistics, a list in the order of ranks, from one engine a dict.
+    """
+    _refuse_after_shutdown(client)
+    reader = client.resources.output_queue_task
+    if reader is not None and reader.get_loop() is not asyncio.get_running_loop():
+        raise RuntimeError(
+            f"{method}(): this engine belongs to another event loop, and its answers arrive only "
+            "there: use asyncio.run_coroutine_threadsafe(), with that loop"
+        )
+    answers = await asyncio.gather(
+        *(
+            client._call_utility_async(method, *arguments, engine=engine)
+            for engine in client.core_engines
+        ),
+        return_exceptions=True,  # no engine is left in the middle of a call when another has failed
+    )
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise _explained(answer, method) from answer
+        if isinstance(answer, BaseException):
+            raise answer
+    if method != STATS:
+        return all(answers)
+    return answers if len(answers) > 1 else answers[0]
+
+
+def _step_lock(client: Any) -> threading.RLock:
+    # `setdefault` is one operation: two threads get the same lock.
+    lock: threading.RLock = vars(client).setdefault("_pyblockpool_step", threading.RLock())
+    return lock
+
+
+def _hold_step_lock(original: Method) -> Method:
+    def get_output(self: Any) -> Any:
+        with _step_lock(self):
+            return original(self)
+
+    return get_output
+
+
+def _refuse_after_shutdown(client: Any) -> None:
+    finalizer = getattr(client, "_finalizer", None)
+    if finalizer is not None and not finalizer.alive:
+        raise RuntimeError("this engine has been shut down: start a new one")
+
+
+def _explained(error: Exception, method: str) -> Exception:
+    """An engine core without the plugin lacks the method, or takes fewer arguments."""
+    message = str(error)
+    lacks = f"has no attribute '{method}'" in message
+    # vLLM asserts, with no message, that there are no more arguments than parameters.
+    counts = method == RESET_PREFIX_CACHE and message == f"Call to {method} method failed: "
+    if not (lacks or counts):
+        return error
+    return InactiveError(
+        f"pyblockpool is not active in the engine core: set {QUEUE_VARIABLE} to native (or to "
+        "python, which keeps vLLM's queue) in the environment in which the engine starts; if "
+        "VLLM_PLUGINS is set there, it has to name pyblockpool"
+    )
+
+
+def _asks(module: str, cls: str, ask: Method, more: Mapping[str, Any] | None = None) -> Layer:
+    def reset_free_block_queue_order(self: Any) -> bool:
+        return bool(ask(self, RESET_ORDER))
+
+    def free_block_queue_stats(self: Any) -> dict[str, Any]:
+        return dict(ask(self, STATS))
+
+    def wrap(original: Method) -> Method:
+        def reset_prefix_cache(
+            self: Any,
+            reset_running_requests: bool = False,
+            reset_connector: bool = False,
+            reorder_free_queue: bool = False,
+        ) -> bool:
+            # The third argument is sent only when it means something: an engine core without the
+            # plugin understands all other calls.
+            if not reorder_free_queue:
+                done: bool = original(self, reset_running_requests, reset_connector)
+                return done
+            third = (reset_running_requests, reset_connector, True)
+            return bool(ask(self, RESET_PREFIX_CACHE, *third))
+
+        return reset_prefix_cache
+
+    return Layer(
+        module,
+        cls,
+        adds={RESET_ORDER: reset_free_block_queue_order, STATS: free_block_queue_stats},
+        wraps={RESET_PREFIX_CACHE: wrap, **(more or {})},
+    )
+
+
+def _asks_async(
+    module: str, cls: str, ask: Callable[..., Awaitable[Any]], suffix: str = ""
+) -> Layer:
+    async def reset_free_block_queue_order(self: Any) -> bool:
+        return bool(await ask(self, RESET_ORDER))
+
+    async def free_block_queue_stats(self: Any) -> dict[str, Any] | list[dict[str, Any]]:
+        stats: dict[str, Any] | list[dict[str, Any]] = await ask(self, STATS)
+        return stats
+
+    def wrap(original: Method) -> Method:
+        async def reset_prefix_cache(
+            self: Any,
+            reset_running_requests: bool = False,
+            reset_connector: bool = False,
+            reorder_free_queue: bool = False,
+        ) -> bool:
+            if not reorder_free_queue:
+                done: bool = await original(self, reset_running_requests, reset_connector)
+                return done
+            third = (reset_running_requests, reset_connector, True)
+            return bool(await ask(self, RESET_PREFIX_CACHE, *third))
+
+        return reset_prefix_cache
+
+    return Layer(
+        module,
+        cls,
+        adds={
+            RESET_ORDER + suffix: reset_free_block_queue_order,
+            STATS + suffix: free_block_queue_stats,
+        },
+        wraps={RESET_PREFIX_CACHE + suffix: wrap},
+    )
+
+
+def _refuse() -> Method:
+    def call(self: Any) -> Any:
+        raise NotImplementedError(
+            f"the client {name_of(type(self))} does not pass this call on to its engine core"
+        )
+
+    return call
+
+
+def _refuse_async() -> Method:
+    async def call(self: Any) -> Any:
+        _refuse()(self)
+
+    return call
+
+
+LAYERS = (
+    Layer(
+        surface.BLOCK_POOL,
+        "BlockPool",
+        adds={
+            RESET_ORDER: lambda self: _reset_order_of([self]),
+            STATS: lambda self: _stats_of([self]),
+        },
+        wraps={RESET_PREFIX_CACHE: _then_reorder_pools},
+    ),
+    Layer(
+        surface.COORDINATOR,
+        "KVCacheCoordinator",
+        adds={
+            RESET_ORDER: lambda self: _reset_order_of(_pools_of(self)),
+            STATS: lambda self: _stats_of(_pools_of(self)),
+        },
+        wraps={RESET_PREFIX_CACHE: _then_reorder_pools},
+    ),
+    Layer(
+        surface.KV_CACHE_MANAGER,
+        "KVCacheManager",
+        adds={
+            RESET_ORDER: lambda self: self.coordinator.reset_free_block_queue_order(),
+            STATS: lambda self: self.coordinator.free_block_queue_stats(),
+        },
+        wraps={RESET_PREFIX_CACHE: _then_reorder_pools},
+    ),
+    Layer(
+        surface.SCHEDULER_INTERFACE,
+        "SchedulerInterface",
+        # No abstract methods: schedulers that know nothing of them have to be constructible.
+        adds={RESET_ORDER: _reset_order_of_scheduler, STATS: _stats_of_scheduler},
+    ),
+    Layer(surface.SCHEDULER, "Scheduler", wraps={RESET_PREFIX_CACHE: _then_reorder}),
+    Layer(
+        surface.CORE,
+        "EngineCore",
+        adds={RESET_ORDER: _reset_order_of_core, STATS: _stats_of_core},
+        wraps={RESET_PREFIX_CACHE: _then_reorder},
+    ),
+    Layer(
+        surface.CORE_CLIENT,
+        "EngineCoreClient",
+        adds={
+            RESET_ORDER: _refuse(),
+            STATS: _refuse(),
+            f"{RESET_ORDER}_async": _refuse_async(),
+            f"{STATS}_async": _refuse_async(),
+        },
+    ),
+    _asks(surface.CORE_CLIENT, "InprocClient", _ask_core, {"get_output": _hold_step_lock}),
+    _asks(surface.CORE_CLIENT, "SyncMPClient", _ask_core_process),
+    _asks_async(surface.CORE_CLIENT, "AsyncMPClient", _ask_core_processes, "_async"),
+    _asks(surface.LLM_ENGINE, "LLMEngine", _ask_client),
+    _asks_async(surface.ASYNC_LLM, "AsyncLLM", _ask_async_client),
+    _asks(surface.LLM, "LLM", _ask_llm_engine),
+)
