@@ -132,7 +132,7 @@ def _reset_order_of_scheduler(self: Any) -> bool:
     connector = getattr(self, "connector", None)
     for each in (connector, *getattr(connector, "_connectors", ())):
         # Lazy CPU offload walks the queue with a cursor, which means nothing in another order.
-        offload = getattr(each, "scheduler_manager", None)
+        offload: Any = getattr(each, "scheduler_manager", None)
         if hasattr(offload, "_cursor"):
             offload._cursor = None
     _log().info("Reset the order of the free block queue")

@@ -13,6 +13,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,19 @@ def post(url: str, body: dict[str, Any] | None = None) -> Any:
         return json.load(answer)
 
 
+def get(url: str) -> Any:
+    with urllib.request.urlopen(url, timeout=60) as answer:
+        return json.load(answer)
+
+
+def refusal(url: str, method: str) -> tuple[int, str]:
+    request = urllib.request.Request(url, b"" if method == "POST" else None, method=method)
+    with pytest.raises(urllib.error.HTTPError) as caught:
+        urllib.request.urlopen(request, timeout=60)
+    with caught.value as answer:
+        return answer.code, answer.read().decode()
+
+
 def is_up(url: str) -> bool:
     try:
         with urllib.request.urlopen(url, timeout=5):
@@ -54,7 +68,9 @@ def server(model: Path, record: Path, block_queue: str | None) -> Iterator[tuple
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
     command += [*OPTIONS.split(), "--block-size", str(BLOCK_SIZE), "--port", port]
     log = record.with_suffix(".log")
-    environment = engine_environment(record, block_queue) | {"VLLM_SERVER_DEV_MODE": "1"}
+    environment = engine_environment(record, block_queue)
+    # Endpoint plugins have to be named.
+    environment |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_PLUGINS": "pyblockpool"}
     with (
         log.open("w") as log_file,
         subprocess.Popen(
@@ -103,6 +119,27 @@ def converse(address: str) -> list[list[int]]:
     return answers
 
 
+def reset_order(address: str) -> dict[str, Any]:
+    """While a completion runs, and when it is done."""
+    reset, stats = f"{address}/reset_free_block_queue_order", f"{address}/free_block_queue_stats"
+    shuffled = get(stats)
+    body = {"prompt": [7] * 100, "max_tokens": 800, "ignore_eos": True, "detokenize": False}
+    with ThreadPoolExecutor() as threads:
+        completion = threads.submit(post, f"{address}/v1/completions", body)
+        while not (running := get(stats))["in_use"]:
+            assert not completion.done()
+        busy = post(reset)
+        completion.result()
+    idle = post(reset)
+    return {
+        "shuffled": shuffled,
+        "running": running,
+        "busy": busy,
+        "idle": idle,
+        "in order": get(stats),
+    }
+
+
 @pytest.fixture(scope="module")
 def plays(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     results = {}
@@ -113,6 +150,16 @@ def plays(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
             reset = post(f"{address}/reset_prefix_cache")
             tokens += converse(address)
             post(f"{address}/reset_prefix_cache")
+            if block_queue:
+                order: dict[str, Any] = reset_order(address)
+            else:
+                order = {
+                    path: refusal(f"{address}/{path}", method)
+                    for method, path in (
+                        ("POST", "reset_free_block_queue_order"),
+                        ("GET", "free_block_queue_stats"),
+                    )
+                }
         lines = record.read_text(encoding="utf-8").splitlines()
         header, *rest = map(json.loads, lines)
         for line in rest:
@@ -121,6 +168,7 @@ def plays(model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, di
             "pid": pid,
             "tokens": tokens,
             "reset": reset,
+            "order": order,
             "engine": header,
             "record": rest,
             "log": record.with_suffix(".log").read_text(errors="replace").splitlines(),
@@ -136,9 +184,9 @@ def test_who_serves(plays: dict[str, dict[str, Any]]) -> None:
 
 
 def test_the_engine_core_logs_one_line(plays: dict[str, dict[str, Any]]) -> None:
-    assert not [line for line in plays["vllm"]["log"] if "pyblockpool" in line]
+    assert not [line for line in plays["vllm"]["log"] if "free-block queue" in line]
     core = f"pid {plays['native']['engine']['pid']}"
-    lines = [line for line in plays["native"]["log"] if "pyblockpool" in line]
+    lines = [line for line in plays["native"]["log"] if "free-block queue" in line]
     (line,) = [line for line in lines if line.endswith(core)]
     assert "INFO" in line
     assert "native free-block queue, policy lru" in line
@@ -153,6 +201,7 @@ def test_the_same_answers(plays: dict[str, dict[str, Any]]) -> None:
 
 def test_the_same_blocks(plays: dict[str, dict[str, Any]]) -> None:
     native, stock = plays["native"]["record"], plays["vllm"]["record"]
+    assert native.pop()["kind"] == "request", "that of reset_order()"
     assert [line["kind"] for line in native] == (["request"] * 6 + ["reset"]) * 2
     assert len(native) == len(stock)
     for line, expected in zip(native, stock, strict=True):
@@ -167,3 +216,20 @@ def test_the_reset(plays: dict[str, dict[str, Any]]) -> None:
             assert line["success"]
             assert line["num_free_blocks"] == 47
             assert line["check"] == ""
+
+
+def test_the_order_reset_over_http(plays: dict[str, dict[str, Any]]) -> None:
+    order = plays["native"]["order"]
+    assert order["shuffled"]["pid"] == plays["native"]["engine"]["pid"]
+    assert order["shuffled"]["implementation"] == "native"
+    assert order["shuffled"]["runs"] > 1
+    assert order["running"]["in_use"] > 0
+    assert order["busy"] == {"success": False}
+    assert order["idle"] == {"success": True}
+    assert (order["in order"]["runs"], order["in order"]["free"]) == (1, 47)
+
+
+def test_the_routes_of_a_server_without_the_variable(plays: dict[str, dict[str, Any]]) -> None:
+    for code, body in plays["vllm"]["order"].values():
+        assert code == 501
+        assert "start it with VLLM_BLOCK_QUEUE=native" in body
