@@ -7,7 +7,7 @@ WORKERS ?= 2
 
 BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE $(wildcard csrc/* pyblockpool/*.py* pyblockpool/*/*.py)
-SCRIPTS := bench bench/micro tests tests/engine tests/plugin tests/upstream
+SCRIPTS := bench bench/micro examples tests tests/engine tests/plugin tests/upstream
 
 .PHONY: rollout test unit engine upstream cxx sanitize lint format bench env install clean
 

@@ -17,6 +17,7 @@ def blocks_in_use(pool: Any) -> int:
     Not every block that is out of the queue: the null block, sink blocks (vLLM 0.14 to 0.29) and
     whatever else was taken out for good have no reference.
     """
+    # Usually nothing is missing, and a million blocks need not be looked at.
     if pool.get_num_free_blocks() == pool.num_gpu_blocks - 1:
         return 0
     return sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)
@@ -57,8 +58,11 @@ def order_by_id(queue: Any) -> None:
         queue.reorder()
         return
     blocks = sorted(queue.get_all_free_blocks(), key=lambda block: int(block.block_id))
+    count = queue.num_free_blocks
+    queue.num_free_blocks = len(blocks)  # somebody may have set it to something else
     queue.popleft_n(len(blocks))
     queue.append_n(blocks)
+    queue.num_free_blocks = count
 
 
 def pool_stats(pool: Any) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from pyblockpool.errors import ConflictError
+from pyblockpool.plugin import surface
 from pyblockpool.plugin.reset import DOCS, LAYERS, Layer
 from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS, name_of
 from pyblockpool.settings import QUEUE_VARIABLE
@@ -157,7 +158,9 @@ def _extend(layer: Layer) -> Undo:
     gained = dict(layer.adds)
     gained |= {name: wrap(before[name]) for name, wrap in layer.wraps.items() if name in before}
     for name, method in gained.items():
-        method.__name__, method.__qualname__ = name, f"{cls.__qualname__}.{name}"
+        method.__module__, method.__name__ = cls.__module__, name
+        method.__qualname__ = f"{cls.__qualname__}.{name}"
+        setattr(method, surface.OURS, True)
         doc = DOCS.get(name.removesuffix("_async"), "")
         method.__doc__ = (before[name].__doc__ or "") + doc if name in before else doc
         setattr(cls, name, method)

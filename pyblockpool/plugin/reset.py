@@ -11,21 +11,26 @@ parameters, as vLLM sends arguments to an engine core by position and counts the
 
 from __future__ import annotations
 
-import asyncio
 import os
-import threading
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
 
-from pyblockpool.errors import InactiveError
 from pyblockpool.plugin import surface
+from pyblockpool.plugin.clients import (
+    Method,
+    ask_async_client,
+    ask_client,
+    ask_core,
+    ask_core_process,
+    ask_core_processes,
+    ask_llm_engine,
+    end_turns,
+    in_turn,
+)
 from pyblockpool.plugin.order import pool_stats, reset_order
 from pyblockpool.plugin.surface import RESET_ORDER, RESET_PREFIX_CACHE, STATS, name_of
-from pyblockpool.settings import QUEUE_VARIABLE
-
-Method = Callable[..., Any]
 
 # The docstrings that users of vLLM's classes see.
 DOCS = {
@@ -42,8 +47,9 @@ Returns:
 
 Raises:
     InactiveError: pyblockpool is not active where the engine runs.
-    RuntimeError: the engine has been shut down, a step runs in another thread, or the engine
-        belongs to another event loop.
+    RuntimeError: a step of the engine runs in this process, or the engine belongs to another event
+        loop, or, in one process, it has been shut down.
+    EngineDeadError: it has been shut down or has died.
 """,
     STATS: """Figures of the free KV-cache blocks, from inside the engine. O(blocks).
 
@@ -127,16 +133,23 @@ def _kv_cache_manager(scheduler: Any) -> Any:
 
 
 def _reset_order_of_scheduler(self: Any) -> bool:
-    if not _kv_cache_manager(self).reset_free_block_queue_order():
+    manager = _kv_cache_manager(self)
+    # Lazy CPU offload walks the queue with a cursor, which means nothing in another order.
+    offloads = _offloads(getattr(self, "connector", None))
+    walkers = [offload for offload in offloads if hasattr(offload, "_cursor")]
+    if not manager.reset_free_block_queue_order():
         return False
-    connector = getattr(self, "connector", None)
-    for each in (connector, *getattr(connector, "_connectors", ())):
-        # Lazy CPU offload walks the queue with a cursor, which means nothing in another order.
-        offload: Any = getattr(each, "scheduler_manager", None)
-        if hasattr(offload, "_cursor"):
-            offload._cursor = None
+    for walker in walkers:
+        walker._cursor = None
     _log().info("Reset the order of the free block queue")
     return True
+
+
+def _offloads(connector: Any) -> Iterator[Any]:
+    """The scheduler's side of a connector and of those that it consists of."""
+    yield getattr(connector, "scheduler_manager", None)
+    for part in getattr(connector, "_connectors", None) or ():
+        yield from _offloads(part)
 
 
 def _stats_of_scheduler(self: Any) -> dict[str, Any]:
@@ -187,110 +200,16 @@ def _log() -> Any:
     return import_module("vllm.logger").init_logger("vllm.plugins.pyblockpool")
 
 
-# From a front end to the engine core: how each class asks what is below it.
+# From a front end to the engine core.
 
 
-def _ask_llm_engine(llm: Any, method: str, *arguments: bool) -> Any:
-    return getattr(llm.llm_engine, method)(*arguments)
-
-
-def _ask_client(engine: Any, method: str, *arguments: bool) -> Any:
-    return getattr(engine.engine_core, method)(*arguments)
-
-
-async def _ask_async_client(engine: Any, method: str, *arguments: bool) -> Any:
-    return await getattr(engine.engine_core, f"{method}_async")(*arguments)
-
-
-def _ask_core(client: Any, method: str, *arguments: bool) -> Any:
-    """In the same process, where a second thread may call while a step has half changed a queue."""
-    _refuse_after_shutdown(client)
-    lock = _step_lock(client)
-    if not lock.acquire(blocking=False):
-        raise RuntimeError(
-            f"{method}(): a step of this engine is running in another thread: call between steps, "
-            "from the thread that drives the engine"
-        )
-    try:
-        return getattr(client.engine_core, method)(*arguments)
-    finally:
-        lock.release()
-
-
-def _ask_core_process(client: Any, method: str, *arguments: bool) -> Any:
-    _refuse_after_shutdown(client)
-    try:
-        return client.call_utility(method, *arguments)
-    except Exception as error:
-        raise _explained(error, method) from error
-
-
-async def _ask_core_processes(client: Any, method: str, *arguments: bool) -> Any:
-    """All engines of this client: vLLM's own utility call tells the answer of the first one only.
-
-    Returns:
-        Whether all said yes; of statistics, a list in the order of ranks, from one engine a dict.
-    """
-    _refuse_after_shutdown(client)
-    reader = client.resources.output_queue_task
-    if reader is not None and reader.get_loop() is not asyncio.get_running_loop():
-        raise RuntimeError(
-            f"{method}(): this engine belongs to another event loop, and its answers arrive only "
-            "there: use asyncio.run_coroutine_threadsafe(), with that loop"
-        )
-    answers = await asyncio.gather(
-        *(
-            client._call_utility_async(method, *arguments, engine=engine)
-            for engine in client.core_engines
-        ),
-        return_exceptions=True,  # no engine is left in the middle of a call when another has failed
-    )
-    for answer in answers:
-        if isinstance(answer, Exception):
-            raise _explained(answer, method) from answer
-        if isinstance(answer, BaseException):
-            raise answer
-    if method != STATS:
-        return all(answers)
-    return answers if len(answers) > 1 else answers[0]
-
-
-def _step_lock(client: Any) -> threading.RLock:
-    # `setdefault` is one operation: two threads get the same lock.
-    lock: threading.RLock = vars(client).setdefault("_pyblockpool_step", threading.RLock())
-    return lock
-
-
-def _hold_step_lock(original: Method) -> Method:
-    def get_output(self: Any) -> Any:
-        with _step_lock(self):
-            return original(self)
-
-    return get_output
-
-
-def _refuse_after_shutdown(client: Any) -> None:
-    finalizer = getattr(client, "_finalizer", None)
-    if finalizer is not None and not finalizer.alive:
-        raise RuntimeError("this engine has been shut down: start a new one")
-
-
-def _explained(error: Exception, method: str) -> Exception:
-    """An engine core without the plugin lacks the method, or takes fewer arguments."""
-    message = str(error)
-    lacks = f"has no attribute '{method}'" in message
-    # vLLM asserts, with no message, that there are no more arguments than parameters.
-    counts = method == RESET_PREFIX_CACHE and message == f"Call to {method} method failed: "
-    if not (lacks or counts):
-        return error
-    return InactiveError(
-        f"pyblockpool is not active in the engine core: set {QUEUE_VARIABLE} to native (or to "
-        "python, which keeps vLLM's queue) in the environment in which the engine starts; if "
-        "VLLM_PLUGINS is set there, it has to name pyblockpool"
-    )
-
-
-def _asks(module: str, cls: str, ask: Method, more: Mapping[str, Any] | None = None) -> Layer:
+def _asks(
+    module: str,
+    cls: str,
+    ask: Method,
+    guard: Callable[[Method], Method] = lambda method: method,
+    more: Mapping[str, Callable[[Method], Method]] | None = None,
+) -> Layer:
     def reset_free_block_queue_order(self: Any) -> bool:
         return bool(ask(self, RESET_ORDER))
 
@@ -298,6 +217,8 @@ def _asks(module: str, cls: str, ask: Method, more: Mapping[str, Any] | None = N
         return dict(ask(self, STATS))
 
     def wrap(original: Method) -> Method:
+        original = guard(original)
+
         def reset_prefix_cache(
             self: Any,
             reset_running_requests: bool = False,
@@ -397,8 +318,8 @@ LAYERS = (
         surface.KV_CACHE_MANAGER,
         "KVCacheManager",
         adds={
-            RESET_ORDER: lambda self: self.coordinator.reset_free_block_queue_order(),
-            STATS: lambda self: self.coordinator.free_block_queue_stats(),
+            RESET_ORDER: lambda self: _reset_order_of(_pools_of(self.coordinator)),
+            STATS: lambda self: _stats_of(_pools_of(self.coordinator)),
         },
         wraps={RESET_PREFIX_CACHE: _then_reorder_pools},
     ),
@@ -425,10 +346,22 @@ LAYERS = (
             f"{STATS}_async": _refuse_async(),
         },
     ),
-    _asks(surface.CORE_CLIENT, "InprocClient", _ask_core, {"get_output": _hold_step_lock}),
-    _asks(surface.CORE_CLIENT, "SyncMPClient", _ask_core_process),
-    _asks_async(surface.CORE_CLIENT, "AsyncMPClient", _ask_core_processes, "_async"),
-    _asks(surface.LLM_ENGINE, "LLMEngine", _ask_client),
-    _asks_async(surface.ASYNC_LLM, "AsyncLLM", _ask_async_client),
-    _asks(surface.LLM, "LLM", _ask_llm_engine),
+    _asks(
+        surface.CORE_CLIENT,
+        "InprocClient",
+        ask_core,
+        in_turn,
+        {
+            "get_output": in_turn,
+            "abort_requests": in_turn,
+            "sleep": in_turn,
+            "release_kv_cache_memory": in_turn,
+            "shutdown": end_turns,
+        },
+    ),
+    _asks(surface.CORE_CLIENT, "SyncMPClient", ask_core_process),
+    _asks_async(surface.CORE_CLIENT, "AsyncMPClient", ask_core_processes, "_async"),
+    _asks(surface.LLM_ENGINE, "LLMEngine", ask_client),
+    _asks_async(surface.ASYNC_LLM, "AsyncLLM", ask_async_client),
+    _asks(surface.LLM, "LLM", ask_llm_engine),
 )

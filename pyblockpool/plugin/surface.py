@@ -55,6 +55,8 @@ POOL_METHODS = (
 RESET_ORDER = "reset_free_block_queue_order"
 STATS = "free_block_queue_stats"
 RESET_PREFIX_CACHE = "reset_prefix_cache"
+# An attribute of the functions that the plugin has put there.
+OURS = "_of_pyblockpool"
 
 _RESET = (RESET_PREFIX_CACHE, ("reset_running_requests", "reset_connector"))
 # (module, class, method, its parameters behind `self`) of the chain through the engine.
@@ -215,42 +217,52 @@ def _the_blocks() -> Iterator[Finding]:
 
 
 def _the_chain() -> Iterator[Finding]:
-    missing, changed, taken = [], [], []
+    missing, changed = [], []
     for module, cls, method, parameters in CHAIN:
         owner = getattr(import_module(module), cls)
-        found = getattr(owner, method, None)
+        for name in (RESET_ORDER, STATS):
+            there = getattr(owner, name, None)
+            if there is not None and not hasattr(there, OURS):
+                yield Finding(
+                    f"{cls}.{name}() is there already, by {name_of(there)}: pyblockpool would "
+                    "fight with it. Install one made for this vLLM, or switch that plugin off",
+                    ConflictError,
+                )
+                return
+        found = vars(owner).get(method)
         if found is None:
             if (cls, method) not in LATER_IN_CHAIN:
                 missing.append(f"{cls}.{method}()")
-            continue
-        if _is_ours(found):
-            continue
-        now = tuple(inspect.signature(found).parameters)[1:]
-        if now != parameters:
-            changed.append(f"{cls}.{method}({', '.join(now)})")
-        taken += [
-            f"{cls}.{name}()"
-            for name in (RESET_ORDER, STATS)
-            if not _is_ours(getattr(owner, name, _is_ours))
-        ]
-    for names, trouble, error in (
-        (missing, "lacks", UnsupportedVLLMError),
-        (changed, "takes other arguments than pyblockpool expects in", UnsupportedVLLMError),
-        (dict.fromkeys(taken), "already has, from elsewhere,", ConflictError),
+        elif not hasattr(found, OURS):
+            takes = _parameters(found) if inspect.isfunction(found) else ()
+            # Somebody else's wrapper may take all there is.
+            if inspect.isfunction(found) and takes in (parameters, ("*args", "**kwargs")):
+                continue
+            if not str(getattr(found, "__module__", "")).startswith("vllm."):
+                yield _replaced(f"{cls}.{method}", found)
+                return
+            changed.append(f"{cls}.{method}({', '.join(takes)})")
+    for names, trouble in (
+        (missing, "lacks members that the order reset needs"),
+        (changed, "takes other arguments than the order reset expects"),
     ):
         if names:
             yield Finding(
-                f"vLLM {vllm_version()} {trouble} {', '.join(names)}: the order reset cannot be "
-                "passed through the engine. Install a pyblockpool made for this vLLM, or unset "
-                "VLLM_BLOCK_QUEUE",
-                error,
+                f"vLLM {vllm_version()} {trouble}: {', '.join(names)}. Install a pyblockpool made "
+                "for this vLLM, or unset VLLM_BLOCK_QUEUE",
+                UnsupportedVLLMError,
             )
-    if not (missing or changed or taken):
+    if not (missing or changed):
         yield Finding("the order reset can be passed through every layer of the engine")
 
 
-def _is_ours(function: Any) -> bool:
-    return str(getattr(function, "__module__", "")).startswith("pyblockpool.")
+def _parameters(method: Any) -> tuple[str, ...]:
+    """Names behind `self`; ("*args", "**kwargs") for a method that takes anything."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    anything = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]
+    if [p.kind for p in parameters] == anything:
+        return ("*args", "**kwargs")
+    return tuple(p.name for p in parameters)
 
 
 def _replaced(where: str, by: Any) -> Finding:

@@ -144,6 +144,14 @@ class InprocClient(EngineCoreClient):
     def get_output(self):
         return self.step()
 
+    def abort_requests(self, request_ids):
+        return self.step()
+
+    def sleep(self, level=1):
+        return self.step()
+
+    def shutdown(self): ...
+
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         return self.engine_core.reset_prefix_cache(reset_running_requests, reset_connector)
 
@@ -160,6 +168,7 @@ class SyncMPClient(EngineCoreClient):
     def __init__(self, core):
         self.core = core
         self.sent = []
+        self.resources = SimpleNamespace(engine_dead=False)
 
     def call_utility(self, method, *args):
         return utility(self, self.core, method, args)
@@ -171,7 +180,7 @@ class AsyncMPClient(EngineCoreClient):
     def __init__(self, *cores):
         self.core_engines = cores
         self.sent = []
-        self.resources = SimpleNamespace(output_queue_task=None)
+        self.resources = SimpleNamespace(engine_dead=False, output_queue_task=None)
 
     async def _call_utility_async(self, method, *args, engine):
         await asyncio.sleep(0)
@@ -181,6 +190,10 @@ class AsyncMPClient(EngineCoreClient):
         engine = self.core_engines[0]
         args = (reset_running_requests, reset_connector)
         return await self._call_utility_async("reset_prefix_cache", *args, engine=engine)
+"""
+
+EXCEPTIONS = """
+class EngineDeadError(Exception): ...
 """
 
 LLM_ENGINE = """
@@ -209,6 +222,8 @@ class LLM:
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         return self.llm_engine.reset_prefix_cache(reset_running_requests, reset_connector)
+
+# the end of all modules
 """
 
 # In the order of their imports.
@@ -221,6 +236,7 @@ SOURCES = {
     "vllm.v1.core.sched.scheduler": SCHEDULER,
     "vllm.v1.engine.core": CORE,
     "vllm.v1.engine.core_client": CORE_CLIENT,
+    "vllm.v1.engine.exceptions": EXCEPTIONS,
     "vllm.v1.engine.llm_engine": LLM_ENGINE,
     "vllm.v1.engine.async_llm": ASYNC_LLM,
     "vllm.entrypoints.llm": LLM,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 import threading
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -57,6 +59,9 @@ class OldCore:
     def reset_prefix_cache(self, running: bool = False, connector: bool = False) -> bool:
         self.resets.append((running, connector))
         return True
+
+
+OldCore.__name__ = "EngineCoreProc"  # as it is called in AttributeErrors
 
 
 def llm(host: FakeVLLM, client: Any) -> Any:
@@ -208,29 +213,58 @@ def test_an_engine_core_without_the_plugin(host: FakeVLLM, call: str) -> None:
     old = OldCore()
     with pytest.raises(InactiveError, match=f"set {QUEUE_VARIABLE} to native .*where|starts"):
         getattr(llm(host, host.make("SyncMPClient", old)), method)(**arguments)
-    other = core(host)
-    subject = host.make("AsyncLLM", host.make("AsyncMPClient", other, old))
+    subject = host.make("AsyncLLM", host.make("AsyncMPClient", core(host), old))
     with pytest.raises(InactiveError, match=QUEUE_VARIABLE):
         asyncio.run(getattr(subject, method)(**arguments))
     assert old.resets == []
 
 
 def test_other_errors_of_the_engine_core_pass(host: FakeVLLM) -> None:
+    """As they are, whatever they look like."""
+
     class Broken(OldCore):
         def reset_free_block_queue_order(self) -> bool:
-            raise OSError("no such thing")
+            raise OSError("'Coordinator' object has no attribute 'reset_free_block_queue_order'")
 
         def reset_prefix_cache(self, a: bool = False, b: bool = False, c: bool = False) -> bool:
-            raise OSError("has no attribute 'nothing'")
+            raise AssertionError
+
+        def free_block_queue_stats(self) -> dict[str, Any]:
+            return {}
+
+    def check(error: BaseException) -> None:
+        assert type(error) is Exception
+        assert error.__cause__ is None
 
     client = host.make("SyncMPClient", Broken())
-    with pytest.raises(Exception, match="failed: no such thing") as caught:
+    async_client = host.make("AsyncMPClient", Broken(), core(host))
+    with pytest.raises(Exception, match="'Coordinator' object has no") as caught:
         llm(host, client).reset_free_block_queue_order()
-    assert type(caught.value) is Exception
-    subject = host.make("AsyncLLM", host.make("AsyncMPClient", Broken(), core(host)))
-    with pytest.raises(Exception, match="has no attribute 'nothing'") as caught:
+    check(caught.value)
+    with pytest.raises(Exception, match=r"Call to reset_prefix_cache method failed: $") as caught:
+        llm(host, client).reset_prefix_cache(reorder_free_queue=True)
+    check(caught.value)
+    subject = host.make("AsyncLLM", async_client)
+    with pytest.raises(Exception, match="'Coordinator' object has no") as caught:
+        asyncio.run(subject.reset_free_block_queue_order())
+    check(caught.value)
+    with pytest.raises(Exception, match=r"Call to reset_prefix_cache method failed: $") as caught:
         asyncio.run(subject.reset_prefix_cache(reorder_free_queue=True))
-    assert not isinstance(caught.value, InactiveError)
+    check(caught.value)
+
+
+def test_an_engine_that_fails_is_not_kept_back_by_one_that_is_silent(host: FakeVLLM) -> None:
+    client = host.make("AsyncMPClient", "silent", "broken")
+
+    async def call(method: str, *arguments: bool, engine: str) -> bool:
+        if engine == "silent":
+            await asyncio.Event().wait()
+        raise OSError("no more")
+
+    client._call_utility_async = call
+    subject = host.make("AsyncLLM", client)
+    with pytest.raises(OSError, match="no more"):
+        asyncio.run(asyncio.wait_for(subject.reset_free_block_queue_order(), 30))
 
 
 def test_somebody_elses_schedulers(host: FakeVLLM) -> None:
@@ -302,37 +336,90 @@ def test_the_cursor_of_a_lazy_offload_is_dropped(host: FakeVLLM, nested: bool) -
     assert vars(other) == {}
 
 
-def test_a_second_thread_while_a_step_runs(host: FakeVLLM) -> None:
+class Step:
+    """Something that an engine is in the middle of, in a thread of its own, until `end()`."""
+
+    def __init__(self, client: Any, run: Callable[[], Any]) -> None:
+        self._inside, self._go_on = threading.Event(), threading.Event()
+        self.outputs: list[Any] = []
+        client.step = self._step
+        self._thread = threading.Thread(target=lambda: self.outputs.append(run()))
+        self._thread.start()
+        assert self._inside.wait(30)
+
+    def _step(self) -> str:
+        self._inside.set()
+        assert self._go_on.wait(30)
+        return "output"
+
+    def end(self) -> None:
+        self._go_on.set()
+        self._thread.join()
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "what"),
+    [
+        ("get_output", (), "a step"),
+        ("abort_requests", (["1"],), r"abort_requests\(\)"),
+        ("sleep", (1,), r"sleep\(\)"),
+    ],
+)
+def test_while_the_engine_changes_its_blocks_in_another_thread(
+    host: FakeVLLM, name: str, arguments: tuple[Any, ...], what: str
+) -> None:
     engine_core = core(host)
     client = host.make("InprocClient", engine_core)
     subject = llm(host, client)
-    inside, go_on = threading.Event(), threading.Event()
-
-    def step() -> str:
-        inside.set()
-        assert go_on.wait(30)
-        return "output"
-
-    client.step = step
-    outputs: list[Any] = []
-    thread = threading.Thread(target=lambda: outputs.append(client.get_output()))
-    thread.start()
-    assert inside.wait(30)
+    step = Step(client, lambda: getattr(client, name)(*arguments))
     try:
         for call in (
             subject.reset_free_block_queue_order,
             subject.free_block_queue_stats,
             lambda: subject.reset_prefix_cache(reorder_free_queue=True),
         ):
-            with pytest.raises(RuntimeError, match="a step of this engine is running in another"):
+            with pytest.raises(RuntimeError, match=f"in the middle of {what}: call between steps"):
                 call()
         assert order(engine_core) == [5, 4, 3, 2, 1]
-        assert subject.reset_prefix_cache() is True, "as without the plugin"
     finally:
-        go_on.set()
-        thread.join()
-    assert outputs == ["output"]
+        step.end()
+    assert step.outputs == ["output"]
     assert subject.reset_free_block_queue_order() is True
+
+
+def test_in_the_middle_of_a_step_of_the_same_thread(host: FakeVLLM) -> None:
+    """A callback, or a signal handler."""
+    client = host.make("InprocClient", core(host))
+    client.step = client.reset_free_block_queue_order
+    with pytest.raises(RuntimeError, match="in the middle of a step"):
+        client.get_output()
+    assert client.reset_free_block_queue_order() is True
+
+
+def test_calls_from_several_threads_wait_for_each_other(host: FakeVLLM) -> None:
+    """Somebody who watches the figures makes no reset fail."""
+    client = host.make("InprocClient", core(host, 2000))
+    subject = llm(host, client)
+    over = threading.Event()
+    seen: list[int] = []
+
+    def watch() -> None:
+        while not over.is_set():
+            seen.append(subject.free_block_queue_stats()["free"])
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        answers = [subject.reset_free_block_queue_order() for _ in range(50)]
+        client.get_output()
+    finally:
+        over.set()
+        watcher.join()
+        sys.setswitchinterval(interval)
+    assert answers == [True] * 50
+    assert set(seen) == {1999}
 
 
 def test_another_event_loop(host: FakeVLLM) -> None:
@@ -350,16 +437,21 @@ def test_another_event_loop(host: FakeVLLM) -> None:
 
 
 def test_after_shutdown(host: FakeVLLM) -> None:
-    for kind in ("InprocClient", "SyncMPClient", "AsyncMPClient"):
-        client = host.make(kind, core(host))
-        client._finalizer = SimpleNamespace(alive=False)
-        if kind == "AsyncMPClient":
-            late = host.make("AsyncLLM", client).reset_free_block_queue_order()
-            with pytest.raises(RuntimeError, match="has been shut down"):
-                asyncio.run(late)
-        else:
-            with pytest.raises(RuntimeError, match="has been shut down"):
-                llm(host, client).reset_free_block_queue_order()
+    """vLLM shuts a client down when its engine core has died, too: its own error says so."""
+    client = host.make("InprocClient", core(host))
+    client.shutdown()
+    with pytest.raises(RuntimeError, match="has been shut down"):
+        llm(host, client).reset_free_block_queue_order()
+    dead = vars(host.modules["vllm.v1.engine.exceptions"])["EngineDeadError"]
+    client = host.make("SyncMPClient", core(host))
+    client.resources.engine_dead = True
+    with pytest.raises(dead, match="has been shut down"):
+        llm(host, client).free_block_queue_stats()
+    client = host.make("AsyncMPClient", core(host))
+    client.resources.engine_dead = True
+    late = host.make("AsyncLLM", client).reset_prefix_cache(reorder_free_queue=True)
+    with pytest.raises(dead, match="has been shut down"):
+        asyncio.run(late)
 
 
 def test_restore_takes_every_method_back(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,33 +475,41 @@ def test_a_method_that_was_replaced_after_us_is_not_overwritten(host: FakeVLLM) 
     core_class.reset_prefix_cache = ours
 
 
-RESET = "    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):\n"
-BENT: dict[str, tuple[tuple[str, str], type[Exception], list[str]]] = {
+# What somebody does to the classes, the error, and words of the sentence.
+BENT: dict[str, tuple[str, type[Exception], list[str]]] = {
     "another argument": (
-        (
-            "class LLM:",
-            "class LLM:\n    reset_prefix_cache = lambda self, device=None: True\n\nclass Other:",
-        ),
+        "LLM.reset_prefix_cache = lambda self, device=None: True",
         UnsupportedVLLMError,
         ["LLM.reset_prefix_cache(device)", "made for this vLLM"],
     ),
-    "no such method": (
-        ("    async def _call_utility_async(", "    async def _ask("),
-        UnsupportedVLLMError,
-        ["lacks AsyncMPClient._call_utility_async()"],
-    ),
-    "upstream has it": (
-        (
-            "        self.llm_engine = engine\n",
-            "        self.llm_engine = engine\n\n    def reset_free_block_queue_order(self): ...\n",
-        ),
+    "another argument, by somebody else": (
+        "def f(self, reset_running_requests=False, reset_connector=False, log=True): ...\n"
+        "f.__module__ = 'rival.llm'\n"
+        "LLM.reset_prefix_cache = f",
         ConflictError,
-        ["already has, from elsewhere, LLM.reset_free_block_queue_order()"],
+        ["LLM.reset_prefix_cache has been replaced by rival.llm.f", "switch that plugin off"],
+    ),
+    "no plain function": (
+        "from functools import partialmethod\n"
+        "LLM.reset_prefix_cache = partialmethod(LLM.reset_prefix_cache)",
+        ConflictError,
+        ["LLM.reset_prefix_cache has been replaced by functools.partialmethod"],
+    ),
+    "no such method": (
+        "from vllm.v1.engine.core_client import AsyncMPClient\n"
+        "del AsyncMPClient._call_utility_async",
+        UnsupportedVLLMError,
+        ["lacks members that the order reset needs: AsyncMPClient._call_utility_async()"],
     ),
     "no such class": (
-        ("class AsyncLLM:", "class AsyncEngine:"),
+        "import sys; del sys.modules['vllm.v1.engine.async_llm'].AsyncLLM",
         UnsupportedVLLMError,
         ["AsyncLLM", "0.13.0 or later"],
+    ),
+    "upstream has it": (
+        "LLM.reset_free_block_queue_order = lambda self: True",
+        ConflictError,
+        ["LLM.reset_free_block_queue_order() is there already, by vllm.entrypoints.llm"],
     ),
 }
 
@@ -421,7 +521,7 @@ def test_a_chain_that_is_bent_is_refused(
 ) -> None:
     edit, error, words = BENT[bent]
     host = FakeVLLM(monkeypatch)
-    host.load(edit)
+    host.load(("# the end of all modules", edit))
     before = host.snapshot()
     monkeypatch.setenv(QUEUE_VARIABLE, value)
     with pytest.raises(error) as caught:
@@ -430,6 +530,28 @@ def test_a_chain_that_is_bent_is_refused(
         assert word in str(caught.value)
     caught.value.__traceback__ = None
     assert host.snapshot() == before
+
+
+def test_a_wrapper_that_takes_anything_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeVLLM(monkeypatch)
+    host.load(
+        (
+            "# the end of all modules",
+            "theirs = LLM.reset_prefix_cache\n"
+            "LLM.calls = []\n"
+            "def f(self, *args, **kwargs):\n"
+            "    self.calls.append((args, kwargs))\n"
+            "    return theirs(self, *args, **kwargs)\n"
+            "f.__module__ = 'rival.llm'\n"
+            "LLM.reset_prefix_cache = f",
+        )
+    )
+    monkeypatch.setenv(QUEUE_VARIABLE, "native")
+    entry.register()
+    subject = llm(host, host.make("InprocClient", core(host)))
+    assert subject.reset_prefix_cache(reset_connector=True) is True
+    assert subject.calls == [((False, True), {})]
+    assert subject.reset_prefix_cache(reorder_free_queue=True) is True
 
 
 def test_an_order_that_does_not_come_out_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import pickle
 import random
+import sys
+import threading
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -308,6 +311,87 @@ def test_the_same_figures_from_both_queues(monkeypatch: pytest.MonkeyPatch) -> N
     native = figures("native")
     assert native == figures("python")
     assert len({stats["runs"] for stats in native}) > 1
+
+
+class CoreOfBlocks:
+    """An engine core as far as `InprocClient` and the pool go: steps allocate, aborts free."""
+
+    def __init__(self, subject: Any) -> None:
+        self.pool = subject
+        self.taken: list[Any] = []
+        self.reset_free_block_queue_order = subject.reset_free_block_queue_order
+
+    def step_fn(self) -> tuple[None, bool]:
+        self.taken = self.pool.get_new_blocks(100)
+        return None, True
+
+    def post_step(self, model_executed: bool) -> None:
+        pass
+
+    def abort_requests(self, request_ids: list[str]) -> None:
+        free(self.pool, self.taken)
+
+
+def test_a_second_thread_beside_one_that_steps_and_aborts(queue: str) -> None:
+    """vLLM's own queue changes block by block: a reset in between would lose some."""
+    from vllm.v1.engine.core_client import InprocClient
+
+    subject = pool(300, True)
+    client = InprocClient.__new__(InprocClient)
+    client.engine_core = CoreOfBlocks(subject)
+    over = threading.Event()
+    answers: list[Any] = []
+
+    def ask() -> None:
+        while not over.is_set():
+            try:
+                answers.append(client.reset_free_block_queue_order())
+            except RuntimeError as error:
+                answers.append(str(error))
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread = threading.Thread(target=ask)
+    thread.start()
+    try:
+        for _ in range(1500):
+            client.get_output()
+            client.abort_requests(["1"])
+    finally:
+        over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert len(order(subject)) == subject.get_num_free_blocks() == 299
+    assert client.reset_free_block_queue_order() is True
+    assert order(subject) == list(range(1, 300))
+    refusals = {answer for answer in answers if isinstance(answer, str)}
+    assert all("in the middle of a" in refusal for refusal in refusals)
+    assert len(answers) > 10
+
+
+def test_a_count_that_was_assigned_from_outside_stays(queue: str) -> None:
+    """vLLM's own tests set it to 0 and back."""
+    subject = pool(12, True)
+    scramble(subject)
+    for count in (0, 3, 100):
+        free_blocks = subject.free_block_queue
+        free_blocks.append(free_blocks.popleft())
+        free_blocks.num_free_blocks = count
+        assert subject.reset_free_block_queue_order() is True
+        assert free_blocks.num_free_blocks == count
+        free_blocks.num_free_blocks = 11
+        assert order(subject) == list(range(1, 12))
+
+
+def test_methods_can_be_found_by_name(queue: str) -> None:
+    """As pickle does it, which Ray and multiprocessing rely on."""
+    from vllm import LLM
+    from vllm.v1.engine.core import EngineCore
+    from vllm.v1.engine.core_client import InprocClient
+
+    for method in (LLM.reset_prefix_cache, EngineCore.free_block_queue_stats):
+        assert pickle.loads(pickle.dumps(method)) is method
+    assert pickle.loads(pickle.dumps(InprocClient.get_output)) is InprocClient.get_output
 
 
 def test_off_there_is_no_trace(queue: str) -> None:
