@@ -12,36 +12,62 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 
 
-def micro_table(results: dict[str, Any]) -> str:
+RESET = "order reset "
+
+
+def micro_table(results: dict[str, Any]) -> list[str]:
     lines = [
         "| operation | vLLM's class, ns a block | native, ns a block | ratio |",
         "| --- | ---: | ---: | ---: |",
     ]
     for operation, ns in results["ns_per_block"].items():
-        ratio = ns["vllm"] / ns["native"]
-        lines.append(
-            f"| {operation} | {ns['vllm']:.1f} | {ns['native']:.{1 if ns['native'] > 1 else 2}f} "
-            f"| {ratio:.{0 if ratio > 20 else 1}f}x |"
-        )
-    lines += [
-        "",
-        f"{results['num_blocks']:,} blocks where no number is given; {results['cpu']}; "
-        f"Python {results['python']}, vLLM {results['vllm']}, pyblockpool "
-        f"{results['pyblockpool']} ({results['commit']}); {results['date']}.",
+        if not operation.startswith(RESET):
+            ratio = times(ns["vllm"] / ns["native"])
+            lines.append(f"| {operation} | {ns['vllm']:.1f} | {ns['native']:.1f} | {ratio} |")
+    return [*lines, "", f"{results['num_blocks']:,} blocks; {provenance(results)}"]
+
+
+def reset_table(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "| blocks | rebuilt in Python, ms | `python`, ms | `native`, ms | ratio |",
+        "| ---: | ---: | ---: | ---: | ---: |",
     ]
-    return "\n".join(lines)
+    for operation, ns in results["ns_per_block"].items():
+        if operation.startswith(RESET):
+            blocks = operation.removeprefix(RESET)
+            ms = {name: each * int(blocks.replace(",", "")) / 1e6 for name, each in ns.items()}
+            lines.append(
+                f"| {blocks} | {ms['rebuild']:.1f} | {ms['python']:.1f} | {ms['native']:.3f} "
+                f"| {times(min(ms['rebuild'], ms['python']) / ms['native'])} |"
+            )
+    return [*lines, "", provenance(results)]
+
+
+def times(ratio: float) -> str:
+    return f"{ratio:.{0 if ratio > 20 else 1}f}x"
+
+
+def provenance(results: dict[str, Any]) -> str:
+    return (
+        f"{results['cpu']}; Python {results['python']}, vLLM {results['vllm']}, pyblockpool "
+        f"{results['pyblockpool']} ({results['commit']}); {results['date']}."
+    )
+
+
+TABLES = {"micro": micro_table, "reset": reset_table}
 
 
 def filled_in(readme: str) -> str:
     """The README with each table made anew."""
-    table = micro_table(json.loads((ROOT / "bench/results/micro.json").read_text()))
-    begin, end = "<!-- begin micro -->", "<!-- end micro -->"
-    filled, count = re.subn(
-        f"{begin}.*?{end}", lambda _: f"{begin}\n{table}\n{end}", readme, flags=re.DOTALL
-    )
-    if count != 1:
-        raise ValueError(f"README.md has {count} places for the table micro, not 1")
-    return filled
+    results = json.loads((ROOT / "bench/results/micro.json").read_text())
+    for name, table in TABLES.items():
+        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+        text = "\n".join([begin, *table(results), end])
+        pattern = re.compile(f"{begin}.*?{end}", re.DOTALL)
+        readme, count = pattern.subn(lambda _, text=text: text, readme)  # type: ignore[misc]
+        if count != 1:
+            raise ValueError(f"README.md has {count} places for the table {name}, not 1")
+    return readme
 
 
 def main() -> int:

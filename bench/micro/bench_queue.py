@@ -6,14 +6,14 @@ time. Not shown: the cost of the pool around the queue, and what placement does 
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from rivals import BLOCKS, NUM_BLOCKS, RIVALS
-from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
 
-from pyblockpool import FreeBlockQueue
+from pyblockpool.plugin.order import order_by_id
 
 ROUNDS = 9
 MakeQueue = Callable[[Sequence[int]], Any]
@@ -121,40 +121,48 @@ def test_construct(benchmark: Any, repeat: int, order: str, rival: str) -> None:
     )
 
 
-@pytest.mark.parametrize("order", ["shuffled"])
-@pytest.mark.parametrize("num_blocks", [10_000, 100_000, 1_000_000])
-def test_reorder(
-    benchmark: Any, repeat: int, num_blocks: int, order: str, rival: str, make_queue: MakeQueue
-) -> None:
-    """Canonical order from a shuffled queue of all blocks but block 0.
+def rebuild(queue: Any, by_id: list[Any]) -> Any:
+    """As sketched in the RFC: clear the links, and construct from the blocks in the order of ids.
 
-    For vLLM's class, which has no such call: clear the links and construct it anew from the blocks
-    in id order, the least that restores its order.
+    The least that Python can do. It brings blocks back that were taken out for good, and replaces
+    the queue.
     """
-    from random import Random
+    for block in by_id:
+        block.prev_free_block = block.next_free_block = None
+    return type(queue)(by_id)
 
+
+def reorder(queue: Any, by_id: list[Any]) -> Any:
+    order_by_id(queue)
+    return queue
+
+
+# Who resets the order -> class of the queue, how.
+RESETS: dict[str, tuple[str, Callable[[Any, list[Any]], Any]]] = {
+    "rebuild": ("vllm", rebuild),
+    "python": ("vllm", reorder),
+    "native": ("native", reorder),
+}
+
+
+@pytest.mark.parametrize("resetter", RESETS)
+@pytest.mark.parametrize("num_blocks", [10_000, 100_000, 1_000_000])
+def test_order_reset(benchmark: Any, repeat: int, num_blocks: int, resetter: str) -> None:
+    """What the plugin does to a shuffled queue, against the least that Python can do."""
+    rival, reset = RESETS[resetter]
     ids = list(range(num_blocks))
-    Random(40244).shuffle(ids)
-    queue = make_queue(ids)
-    by_id = sorted(queue.get_all_free_blocks(), key=lambda block: int(block.block_id))
-    made: list[Any] = [queue]
+    random.Random(40244).shuffle(ids)
+    by_id = [BLOCKS[rival](block_id) for block_id in range(num_blocks)]
+    made: list[Any] = [RIVALS[rival]([by_id[i] for i in ids])]
 
-    def shuffle() -> tuple[tuple[()], dict[str, Any]]:
-        made[0].append_n([by_id[i] for i in ids if made[0].remove(by_id[i]) is None])
+    def shuffle() -> None:
+        made[0].popleft_n(num_blocks)
+        made[0].append_n([by_id[i] for i in ids])
         assert order_of(made[0]) == ids
-        return (), {}
 
-    def reorder_native() -> None:
-        made[0].reorder()
+    def put_in_order() -> None:
+        made[0] = reset(made[0], by_id)
 
-    def rebuild_vllm() -> None:
-        for block in by_id:
-            block.prev_free_block = block.next_free_block = None
-        made[0] = FreeKVCacheBlockQueue(by_id)
-
-    assert isinstance(queue, FreeBlockQueue | FreeKVCacheBlockQueue)
-    benchmark.pedantic(
-        reorder_native if rival == "native" else rebuild_vllm, setup=shuffle, rounds=ROUNDS
-    )
-    name = "reorder, shuffled" if num_blocks == 100_000 else f"reorder {num_blocks:,}, shuffled"
-    record(benchmark, name, rival, num_blocks, order_of(made[0]) == list(range(num_blocks)))
+    benchmark.pedantic(put_in_order, setup=shuffle, rounds=ROUNDS)
+    correct = order_of(made[0]) == list(range(num_blocks))
+    record(benchmark, f"order reset {num_blocks:,}", resetter, num_blocks, correct)

@@ -31,7 +31,7 @@ TARGETS = {
     "popleft_n+append_n 512, shuffled": 4.0,
     "popleft+append, id order": 4.0,
     "remove+append, id order": 2.0,
-    "reorder, shuffled": 100.0,
+    "order reset 100,000": 100.0,
 }
 
 
@@ -96,19 +96,20 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if not times:
         return
     operations = {
-        operation: {name: round(median(by_rival[name]), 3) for name in RIVALS}
+        operation: {name: round(median(ns), 3) for name, ns in by_rival.items()}
         for operation, by_rival in times.items()
     }
     table = Table(title="ns a block, medians of interleaved repeats")
-    for column in ("operation", "vllm", "native", "ratio", "to reach"):
+    for column in ("operation", "rivals", "native", "ratio", "to reach"):
         table.add_column(column, justify="left" if column == "operation" else "right")
     for operation, ns in operations.items():
         target = TARGETS.get(operation)
+        rivals = {name: ns[name] for name in ns if name != "native"}
         table.add_row(
             operation,
-            f"{ns['vllm']:.1f}",
+            ", ".join(f"{name} {time:.1f}" for name, time in rivals.items()),
             f"{ns['native']:.2f}",
-            f"{ns['vllm'] / ns['native']:.1f}x",
+            f"{min(rivals.values()) / ns['native']:.1f}x",
             f"{target:.0f}x" if target else "",
         )
     Console().print(table)

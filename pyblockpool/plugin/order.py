@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterable
 from importlib import import_module
 from itertools import pairwise
+from operator import attrgetter
 from typing import Any
 
 from pyblockpool.plugin.surface import KV_CACHE_UTILS, name_of
@@ -57,7 +58,7 @@ def order_by_id(queue: Any) -> None:
     if _is_native(queue):
         queue.reorder()
         return
-    blocks = sorted(queue.get_all_free_blocks(), key=lambda block: int(block.block_id))
+    blocks = sorted(queue.get_all_free_blocks(), key=attrgetter("block_id"))
     count = queue.num_free_blocks
     queue.num_free_blocks = len(blocks)  # somebody may have set it to something else
     queue.popleft_n(len(blocks))
