@@ -172,6 +172,11 @@ def llm_scenes(front_end: str, model: Path, scenes: Facts) -> None:
             core = llm.llm_engine.engine_core.engine_core
             queue = core.scheduler.kv_cache_manager.block_pool.free_block_queue
             scenes["check"] = queue.check() if hasattr(queue, "check") else ""
+            scenes["figures of the cache"] = [
+                dict(vars(core.scheduler.kv_cache_manager.prefix_cache_stats)),
+                llm.reset_free_block_queue_order(),
+                dict(vars(core.scheduler.kv_cache_manager.prefix_cache_stats)),
+            ]
     scenes["after shutdown"] = [
         outcome(llm.reset_free_block_queue_order),
         outcome(llm.free_block_queue_stats),

@@ -160,7 +160,9 @@ def test_a_second_thread(plays: dict[str, Play], name: str) -> None:
     refusals = {
         answer: number
         for answer, number in scene["answers"].items()
-        if answer.startswith("RuntimeError: reset_free_block_queue_order(): a step of this engine")
+        if re.match(
+            r"RuntimeError: reset_free_block_queue_order\(\): .* in the middle of a", answer
+        )
     }
     assert sum(refusals.values()) > 0
     assert set(scene["answers"]) - set(refusals) <= {"False", "True"}
@@ -168,6 +170,14 @@ def test_a_second_thread(plays: dict[str, Play], name: str) -> None:
     assert scene["done"] is True
     assert (scene["stats"]["free"], scene["stats"]["runs"]) == (47, 1)
     assert plays[name]["check"] == ""
+
+
+@pytest.mark.parametrize("name", ["in_process python", "in_process native"])
+def test_the_figures_of_the_prefix_cache_stay(plays: dict[str, Play], name: str) -> None:
+    before, done, after = plays[name]["figures of the cache"]
+    assert done is True
+    assert after == before
+    assert before["reset"] is False
 
 
 @pytest.mark.parametrize("name", ASYNC_PLAYS)
@@ -181,7 +191,11 @@ def test_another_event_loop(plays: dict[str, Play], name: str) -> None:
 @pytest.mark.parametrize("name", PLAYS)
 def test_after_shutdown(plays: dict[str, Play], name: str) -> None:
     answers = plays[name]["after shutdown"]
-    assert answers == ["RuntimeError: this engine has been shut down: start a new one"] * 3
+    kind = "RuntimeError" if PLAYS[name][0] == "in_process" else "EngineDeadError"
+    assert len(answers) == 3
+    for answer in answers:
+        assert answer.startswith(kind)
+        assert "this engine has been shut down, or its engine core has died: start a" in answer
 
 
 def test_an_engine_core_without_the_plugin(

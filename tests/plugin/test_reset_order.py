@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import inspect
 import logging
 import pickle
 import random
@@ -66,7 +68,29 @@ def everything(subject: Any) -> dict[str, Any]:
         "free": subject.get_num_free_blocks(),
         "usage": subject.get_usage(),
         "queue": id(subject.free_block_queue),
+        "metrics": metrics_of(subject),
     }
+
+
+def metrics_of(subject: Any) -> Any:
+    collector = subject.metrics_collector
+    return collector and (
+        {block_id: dict(vars(state)) for block_id, state in collector.block_metrics.items()},
+        list(collector._eviction_events),
+    )
+
+
+def watched_pool(num_blocks: int) -> Any:
+    """A pool that records KV events, and metrics of every block."""
+    from vllm.v1.core.kv_cache_metrics import KVCacheMetricsCollector
+
+    subject = pool(num_blocks, True)
+    subject.enable_kv_cache_events = True
+    subject.metrics_collector = KVCacheMetricsCollector(sample_rate=1.0)
+    scramble(subject)
+    assert len(subject.kv_event_queue) > 0
+    assert len(subject.metrics_collector.block_metrics) > 0
+    return subject
 
 
 def test_the_test_plan_of_the_rfc(queue: str) -> None:
@@ -80,9 +104,7 @@ def test_the_test_plan_of_the_rfc(queue: str) -> None:
 
 
 def test_nothing_but_the_order_changes(queue: str) -> None:
-    subject = pool(64, True)
-    subject.enable_kv_cache_events = True
-    scramble(subject)
+    subject = watched_pool(64)
     before = everything(subject)
     assert before["cache"] > 0
     assert subject.reset_free_block_queue_order() is True
@@ -95,9 +117,7 @@ def test_a_held_block_refuses_and_nothing_changes(
     queue: str, held: int, warnings: Warnings
 ) -> None:
     """SkyRL#1824, NeMo-RL#3839."""
-    subject = pool(64, True)
-    subject.enable_kv_cache_events = True
-    scramble(subject)
+    subject = watched_pool(64)
     taken = subject.get_new_blocks(held)
     before, before_order = everything(subject), order(subject)
     assert before_order != sorted(before_order)
@@ -259,6 +279,20 @@ def test_each_distinct_pool_once(queue: str, warnings: Warnings) -> None:
     stats = subject.free_block_queue_stats()
     assert stats["num_blocks"] == 32
     assert [other["num_blocks"] for other in stats["other_pools"]] == [16]
+
+
+def test_where_vllm_keeps_the_cursor_of_a_lazy_offload() -> None:
+    """If this fails, see where it has gone, and let `reset._offloads` find it there."""
+    offload = pytest.importorskip("vllm.v1.simple_kv_offload.manager")
+    connectors = "vllm.distributed.kv_transfer.kv_connector.v1"
+    simple = importlib.import_module(f"{connectors}.simple_cpu_offload_connector")
+    multi = importlib.import_module(f"{connectors}.multi_connector")
+    for cls, name in (
+        (offload.SimpleCPUOffloadScheduler, "_cursor"),
+        (simple.SimpleCPUOffloadConnector, "scheduler_manager"),
+        (multi.MultiConnector, "_connectors"),
+    ):
+        assert name in inspect.unwrap(cls.__init__).__code__.co_names, cls
 
 
 def test_no_queue_at_all_is_no_success(queue: str) -> None:
