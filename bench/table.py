@@ -29,7 +29,7 @@ def micro_table(results: dict[str, Any]) -> list[str]:
 
 def reset_table(results: dict[str, Any]) -> list[str]:
     lines = [
-        "| blocks | rebuilt in Python, ms | `python`, ms | `native`, ms | ratio |",
+        "| blocks | rebuilt in Python, ms | `python`, ms | `native`, ms | rebuilt / native |",
         "| ---: | ---: | ---: | ---: | ---: |",
     ]
     for operation, ns in results["ns_per_block"].items():
@@ -38,7 +38,7 @@ def reset_table(results: dict[str, Any]) -> list[str]:
             ms = {name: each * int(blocks.replace(",", "")) / 1e6 for name, each in ns.items()}
             lines.append(
                 f"| {blocks} | {ms['rebuild']:.1f} | {ms['python']:.1f} | {ms['native']:.3f} "
-                f"| {times(min(ms['rebuild'], ms['python']) / ms['native'])} |"
+                f"| {times(ms['rebuild'] / ms['native'])} |"
             )
     return [*lines, "", provenance(results)]
 

@@ -61,10 +61,10 @@ async def main() -> None:
     parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser(description=__doc__))
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    engine = AsyncLLM.from_engine_args(AsyncEngineArgs.from_cli_args(arguments))
-    if not hasattr(engine, "reset_free_block_queue_order"):
-        engine.shutdown()
+    options = AsyncEngineArgs.from_cli_args(arguments)  # vLLM has loaded its plugins by now
+    if not hasattr(AsyncLLM, "reset_free_block_queue_order"):
         sys.exit("Start this with VLLM_BLOCK_QUEUE=native (or python) in the environment.")
+    engine = AsyncLLM.from_engine_args(options)
     try:
         server = RolloutServer(engine)
         vocabulary = range(engine.model_config.get_vocab_size())

@@ -26,9 +26,10 @@ def main() -> None:
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser(description=__doc__))
     parser.add_argument("--rounds", type=int, default=3)
     arguments = parser.parse_args()
-    llm = LLM.from_engine_args(EngineArgs.from_cli_args(arguments))
-    if not hasattr(llm, "reset_free_block_queue_order"):
+    options = EngineArgs.from_cli_args(arguments)  # vLLM has loaded its plugins by now
+    if not hasattr(LLM, "reset_free_block_queue_order"):
         sys.exit("Start this with VLLM_BLOCK_QUEUE=native (or python) in the environment.")
+    llm = LLM.from_engine_args(options)
 
     dice = random.Random(0)
     tokens = range(llm.llm_engine.model_config.get_vocab_size())
@@ -52,7 +53,7 @@ def main() -> None:
             f"round {number}: {now['free']} free blocks in {used['runs']} runs of neighbours, "
             f"after the reset in {now['runs']}; in order: {in_order}"
         )
-    llm.llm_engine.engine_core.shutdown()
+    llm.llm_engine.engine_core.shutdown()  # at once, not some time while the interpreter ends
 
 
 if __name__ == "__main__":

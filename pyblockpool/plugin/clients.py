@@ -7,7 +7,9 @@ truth, an error that names the cause, and no hang.
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
+import inspect
 import re
 import threading
 from collections.abc import Callable
@@ -15,11 +17,13 @@ from importlib import import_module
 from typing import Any
 
 from pyblockpool.errors import InactiveError
-from pyblockpool.plugin.surface import RESET_PREFIX_CACHE, STATS
+from pyblockpool.plugin.surface import RESET_PREFIX_CACHE, STATS, name_of
 from pyblockpool.settings import QUEUE_VARIABLE
 
 Method = Callable[..., Any]
 
+# Seconds between two looks at whether an engine core that owes an answer is alive.
+HEARTBEAT = 1.0
 SHUT_DOWN = "this engine has been shut down, or its engine core has died: start a new one"
 INACTIVE = (
     f"pyblockpool is not active in the engine core: set {QUEUE_VARIABLE} to native (or to python, "
@@ -29,15 +33,25 @@ INACTIVE = (
 
 
 def ask_llm_engine(llm: Any, method: str, *arguments: bool) -> Any:
-    return getattr(llm.llm_engine, method)(*arguments)
+    return _method_of(llm.llm_engine, method, arguments)(*arguments)
 
 
 def ask_client(engine: Any, method: str, *arguments: bool) -> Any:
-    return getattr(engine.engine_core, method)(*arguments)
+    return _method_of(engine.engine_core, method, arguments)(*arguments)
 
 
 async def ask_async_client(engine: Any, method: str, *arguments: bool) -> Any:
-    return await getattr(engine.engine_core, f"{method}_async")(*arguments)
+    return await _method_of(engine.engine_core, f"{method}_async", arguments)(*arguments)
+
+
+def _method_of(below: Any, method: str, arguments: tuple[bool, ...]) -> Method:
+    found: Method = getattr(below, method)
+    if arguments and "reorder_free_queue" not in inspect.signature(found).parameters:
+        raise NotImplementedError(
+            f"{name_of(type(below))}.{method}() is not vLLM's and does not take "
+            "reorder_free_queue: call it without, and reset_free_block_queue_order() after it"
+        )
+    return found
 
 
 def ask_core(client: Any, method: str, *arguments: bool) -> Any:
@@ -102,13 +116,31 @@ def end_turns(original: Method) -> Method:
 
 def ask_core_process(client: Any, method: str, *arguments: bool) -> Any:
     _refuse_if_dead(client, method)
+    # vLLM leaves a call unanswered for ever when the engine core dies under it, so somebody else
+    # has to wait for the answer.
+    answer: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+    def call() -> None:
+        try:
+            answer.set_result(client.call_utility(method, *arguments))
+        except BaseException as error:
+            answer.set_exception(error)
+
+    threading.Thread(target=call, daemon=True, name="pyblockpool-call").start()
+    while not concurrent.futures.wait([answer], timeout=HEARTBEAT).done:
+        _refuse_if_dead(client, method)
     try:
-        return client.call_utility(method, *arguments)
+        return answer.result()
     except Exception as error:
         if _tells_of_no_plugin(error, method):
             raise InactiveError(INACTIVE) from error
         if _may_count_arguments(error, method):
-            ask_core_process(client, STATS)
+            try:
+                ask_core_process(client, STATS)
+            except InactiveError:
+                raise
+            except Exception:
+                pass  # of no interest: the first error is the one to tell
         raise
 
 
@@ -123,24 +155,35 @@ async def ask_core_processes(client: Any, method: str, *arguments: bool) -> Any:
     if reader is not None and reader.get_loop() is not asyncio.get_running_loop():
         raise RuntimeError(
             f"{method}(): this engine belongs to another event loop, and its answers arrive only "
-            "there: use asyncio.run_coroutine_threadsafe(), with that loop"
+            "there: use asyncio.run_coroutine_threadsafe(), with that loop, or start the engine in "
+            "the loop that uses it"
         )
+    answers = asyncio.gather(
+        *(
+            client._call_utility_async(method, *arguments, engine=engine)
+            for engine in client.core_engines
+        )
+    )
     try:
-        answers = await asyncio.gather(
-            *(
-                client._call_utility_async(method, *arguments, engine=engine)
-                for engine in client.core_engines
-            )
-        )
+        while not (await asyncio.wait([answers], timeout=HEARTBEAT))[0]:
+            _refuse_if_dead(client, method)
+        told = answers.result()
     except Exception as error:
         if _tells_of_no_plugin(error, method):
             raise InactiveError(INACTIVE) from error
         if _may_count_arguments(error, method):
-            await ask_core_processes(client, STATS)
+            try:
+                await ask_core_processes(client, STATS)
+            except InactiveError:
+                raise
+            except Exception:
+                pass  # of no interest: the first error is the one to tell
         raise
+    finally:
+        answers.cancel()
     if method != STATS:
-        return all(answers)
-    return answers if len(answers) > 1 else answers[0]
+        return all(told)
+    return told if len(told) > 1 else told[0]
 
 
 def _refuse_if_dead(client: Any, method: str) -> None:

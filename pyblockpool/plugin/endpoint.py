@@ -7,7 +7,6 @@ they exist only under ``VLLM_SERVER_DEV_MODE=1``.
 
 from __future__ import annotations
 
-import logging
 from argparse import Namespace
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -16,7 +15,7 @@ from fastapi import APIRouter, FastAPI, HTTPException, Request
 from vllm import envs
 
 from pyblockpool.errors import InactiveError
-from pyblockpool.plugin.surface import RESET_ORDER, STATS
+from pyblockpool.plugin.surface import RESET_ORDER, STATS, log
 from pyblockpool.settings import QUEUE_VARIABLE
 
 NOT_IMPLEMENTED = 501
@@ -34,9 +33,7 @@ class FreeBlockQueueEndpoints:
         if envs.VLLM_SERVER_DEV_MODE:
             app.include_router(router)
         else:
-            logging.getLogger("vllm.plugins.pyblockpool").info(
-                "pyblockpool adds no routes: VLLM_SERVER_DEV_MODE is not 1"
-            )
+            log().info("pyblockpool adds no routes: VLLM_SERVER_DEV_MODE is not 1")
 
     async def init_state(self, engine_client: Any, state: Any, args: Namespace) -> None:
         """Nothing: the routes ask the client of the server, as vLLM's own do."""
@@ -67,4 +64,5 @@ async def _call(request: Request, method: str) -> Any:
     try:
         return await call()
     except (InactiveError, NotImplementedError) as error:
+        # One that the engine core has raised itself arrives as an Exception, and so as a 500.
         raise HTTPException(NOT_IMPLEMENTED, str(error)) from error

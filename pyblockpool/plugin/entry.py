@@ -36,8 +36,8 @@ def register() -> None:
         SettingsError: the variable has a value that is not allowed.
         NotCompiledError: the compiled module does not load.
         UnsupportedVLLMError: this vLLM lacks, or does otherwise, something that is needed.
-        ConflictError: somebody else has replaced the queue, the pool or the block class, or the
-            variable has changed since the first call.
+        ConflictError: somebody else has replaced the queue, the pool, the block class or a method
+            on the way of the order reset, or the variable has changed since the first call.
     """
     global _active
     settings = Settings.from_environ(os.environ)
@@ -60,7 +60,8 @@ def restore() -> None:
 
     Raises:
         RuntimeError: native queues are alive; nothing is changed.
-        ConflictError: somebody has replaced the queue once more; nothing is changed.
+        ConflictError: somebody has replaced the queue or one of our methods once more; nothing is
+            changed.
     """
     global _active
     with _lock:
@@ -95,9 +96,7 @@ def _switch_on(queue: str) -> Applied:
         left = applied.roll_back()
         raise UnsupportedVLLMError(f"{QUEUE_VARIABLE}={queue} was taken back: {trouble}{left}")
 
-    from vllm.logger import init_logger
-
-    init_logger("vllm.plugins.pyblockpool").info(
+    surface.log().info(
         "pyblockpool %s: %s, vLLM %s, pid %d",
         __version__,
         "native free-block queue, policy lru"

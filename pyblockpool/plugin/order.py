@@ -18,7 +18,8 @@ def blocks_in_use(pool: Any) -> int:
     Not every block that is out of the queue: the null block, sink blocks (vLLM 0.14 to 0.29) and
     whatever else was taken out for good have no reference.
     """
-    # Usually nothing is missing, and a million blocks need not be looked at.
+    # Usually nothing is missing, and a million blocks need not be looked at. Who sets the count
+    # from outside is believed.
     if pool.get_num_free_blocks() == pool.num_gpu_blocks - 1:
         return 0
     return sum(block.ref_cnt > 0 and not block.is_null for block in pool.blocks)
@@ -67,38 +68,24 @@ def order_by_id(queue: Any) -> None:
 
 
 def pool_stats(pool: Any) -> dict[str, Any]:
-    """Figures of the free blocks of one pool; walks all of them.
-
-    Returns:
-        ``implementation`` (``"native"``, ``"vllm"``, or the name of a class), ``policy``,
-        ``num_blocks`` (of the pool, the null block included), ``in_use`` (blocks with references),
-        ``free`` (blocks queued), ``unhashed`` (free blocks without a prefix-cache hash), ``runs``
-        (stretches of the queue, in its order, in which each id is the one before it plus 1) and
-        ``longest_run`` (blocks in the longest of them).
-    """
+    """Figures of the free blocks of one pool, as `reset.DOCS` explains them; walks all of them."""
     queue = pool.free_block_queue
     free = queue.get_all_free_blocks()
-    stats = queue.stats() if _is_native(queue) else _stats_of_vllm(queue, free)
-    return {
-        "implementation": stats["implementation"],
-        "policy": stats["policy"],
-        "num_blocks": pool.num_gpu_blocks,
-        "in_use": blocks_in_use(pool),
-        "free": stats["free"],
-        "unhashed": sum(block.block_hash is None for block in free),
-        "runs": stats["runs"],
-        "longest_run": stats["longest_run"],
-    }
-
-
-def _stats_of_vllm(queue: Any, free: list[Any]) -> dict[str, Any]:
-    own_class = import_module(KV_CACHE_UTILS).FreeKVCacheBlockQueue
     breaks = [at for at, (a, b) in enumerate(pairwise(free), 1) if b.block_id != a.block_id + 1]
     edges = [0, *breaks, len(free)] if free else [0]
+    own_class = import_module(KV_CACHE_UTILS).FreeKVCacheBlockQueue
+    if _is_native(queue):
+        implementation, policy = "native", queue.stats()["policy"]
+    else:
+        implementation = "vllm" if type(queue) is own_class else name_of(type(queue))
+        policy = "lru"
     return {
-        "implementation": "vllm" if type(queue) is own_class else name_of(type(queue)),
-        "policy": "lru",
+        "implementation": implementation,
+        "policy": policy,
+        "num_blocks": pool.num_gpu_blocks,
+        "in_use": blocks_in_use(pool),
         "free": len(free),
+        "unhashed": sum(block.block_hash is None for block in free),
         "runs": len(edges) - 1,
         "longest_run": max((end - start for start, end in pairwise(edges)), default=0),
     }

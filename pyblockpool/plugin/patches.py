@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -152,8 +153,8 @@ def _extend(layer: Layer) -> Undo:
     for name in layer.adds:
         if name in before:
             raise ConflictError(
-                f"{name_of(cls)}.{name}() is there already, but not by this copy of the plugin: "
-                "load it once"
+                f"{name_of(cls)}.{name}() is there already, by {name_of(before[name])}: if that is "
+                "another copy of this plugin, load it once; otherwise switch that plugin off"
             )
     gained = dict(layer.adds)
     gained |= {name: wrap(before[name]) for name, wrap in layer.wraps.items() if name in before}
@@ -161,8 +162,9 @@ def _extend(layer: Layer) -> Undo:
         method.__module__, method.__name__ = cls.__module__, name
         method.__qualname__ = f"{cls.__qualname__}.{name}"
         setattr(method, surface.OURS, True)
-        doc = DOCS.get(name.removesuffix("_async"), "")
-        method.__doc__ = (before[name].__doc__ or "") + doc if name in before else doc
+        docs = [inspect.getdoc(before[name]) if name in before else None]
+        docs.append(DOCS.get(name.removesuffix("_async")))
+        method.__doc__ = "\n\n".join(filter(None, docs)) or None
         setattr(cls, name, method)
 
     def obstacle() -> Exception | None:

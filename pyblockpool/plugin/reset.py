@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from importlib import import_module
 from typing import Any
 
 from pyblockpool.plugin import surface
@@ -47,9 +46,11 @@ Returns:
 
 Raises:
     InactiveError: pyblockpool is not active where the engine runs.
+    NotImplementedError: a client, a scheduler or a pool of somebody else that pyblockpool does not
+        know (from another process it arrives as vLLM's Exception).
     RuntimeError: a step of the engine runs in this process, or the engine belongs to another event
         loop, or, in one process, it has been shut down.
-    EngineDeadError: it has been shut down or has died.
+    EngineDeadError: it has been shut down, or has died, also during the call.
 """,
     STATS: """Figures of the free KV-cache blocks, from inside the engine. O(blocks).
 
@@ -64,10 +65,9 @@ Returns:
 Raises:
     As `reset_free_block_queue_order()`.
 """,
-    RESET_PREFIX_CACHE: """
-
-pyblockpool adds ``reorder_free_queue``: if True, `reset_free_block_queue_order()` follows a reset
-that succeeded, in the same call to the engine core, and the answer is True if both did.
+    RESET_PREFIX_CACHE: """pyblockpool adds ``reorder_free_queue``: if True,
+`reset_free_block_queue_order()` follows a reset that succeeded, with nothing in between, and the
+answer is True if both did.
 """,
 }
 
@@ -95,7 +95,7 @@ class Layer:
 
 def _reset_order_of(pools: list[Any]) -> bool:
     if in_use := reset_order(pools):
-        _log().warning(
+        surface.log().warning(
             "Failed to reset the order of the free block queue because some blocks (%d) are not "
             "freed yet",
             in_use,
@@ -133,15 +133,13 @@ def _kv_cache_manager(scheduler: Any) -> Any:
 
 
 def _reset_order_of_scheduler(self: Any) -> bool:
-    manager = _kv_cache_manager(self)
-    # Lazy CPU offload walks the queue with a cursor, which means nothing in another order.
-    offloads = _offloads(getattr(self, "connector", None))
-    walkers = [offload for offload in offloads if hasattr(offload, "_cursor")]
-    if not manager.reset_free_block_queue_order():
+    if not _kv_cache_manager(self).reset_free_block_queue_order():
         return False
-    for walker in walkers:
-        walker._cursor = None
-    _log().info("Reset the order of the free block queue")
+    for offload in _offloads(getattr(self, "connector", None)):
+        # Lazy CPU offload walks the queue with a cursor, which means nothing in another order.
+        if hasattr(offload, "_cursor"):
+            offload._cursor = None
+    surface.log().info("Reset the order of the free block queue")
     return True
 
 
@@ -194,10 +192,6 @@ def _then_reorder(original: Method) -> Method:
         return done and self.reset_free_block_queue_order() if reorder_free_queue else done
 
     return reset_prefix_cache
-
-
-def _log() -> Any:
-    return import_module("vllm.logger").init_logger("vllm.plugins.pyblockpool")
 
 
 # From a front end to the engine core.

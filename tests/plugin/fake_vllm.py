@@ -113,8 +113,10 @@ class Scheduler(SchedulerInterface):
     def __init__(self, num_gpu_blocks):
         self.kv_cache_manager = KVCacheManager(num_gpu_blocks)
         self.resets = []
+        self.step = lambda: None
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        self.step()
         self.resets.append((reset_running_requests, reset_connector))
         return self.kv_cache_manager.reset_prefix_cache()
 """
@@ -148,6 +150,9 @@ class InprocClient(EngineCoreClient):
         return self.step()
 
     def sleep(self, level=1):
+        return self.step()
+
+    def release_kv_cache_memory(self):
         return self.step()
 
     def shutdown(self): ...

@@ -14,8 +14,8 @@ import pytest
 from fake_vllm import FakeVLLM
 
 from pyblockpool.errors import ConflictError, InactiveError, UnsupportedVLLMError
-from pyblockpool.plugin import entry, surface
-from pyblockpool.plugin.reset import LAYERS
+from pyblockpool.plugin import clients, entry, surface
+from pyblockpool.plugin.reset import DOCS, LAYERS
 from pyblockpool.settings import QUEUE_VARIABLE
 
 
@@ -48,6 +48,12 @@ def hold(core: Any) -> Any:
     (block,) = pool_of(core).get_new_blocks(1)
     block.ref_cnt = 1
     return block
+
+
+CORE_RESET = """
+    def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
+        return self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
+"""
 
 
 class OldCore:
@@ -197,8 +203,19 @@ def test_the_signature_is_true_at_every_layer(host: FakeVLLM) -> None:
             method = vars(cls)[name]
             assert list(inspect.signature(method).parameters) == ["self"]
             assert (method.__name__, method.__qualname__) == (name, f"{layer.cls}.{name}")
-            assert len(method.__doc__) > 100
+            assert method.__doc__ == DOCS[name.removesuffix("_async")]
     assert seen == 11
+
+
+def test_the_documentation_of_vllm_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    host = FakeVLLM(monkeypatch)
+    before = '    """What vLLM says.\n\n    More.\n    """\n'
+    host.load((CORE_RESET, CORE_RESET.replace("):\n", "):\n    " + before)))
+    monkeypatch.setenv(QUEUE_VARIABLE, "python")
+    entry.register()
+    doc = inspect.getdoc(vars(host.modules[surface.CORE])["EngineCore"].reset_prefix_cache)
+    assert doc is not None
+    assert doc.startswith("What vLLM says.\n\nMore.\n\npyblockpool adds ``reorder_free_queue``")
 
 
 @pytest.mark.parametrize("call", ["order", "cache", "stats"])
@@ -211,7 +228,9 @@ def test_an_engine_core_without_the_plugin(host: FakeVLLM, call: str) -> None:
         "stats": "free_block_queue_stats",
     }[call]
     old = OldCore()
-    with pytest.raises(InactiveError, match=f"set {QUEUE_VARIABLE} to native .*where|starts"):
+    with pytest.raises(
+        InactiveError, match=rf"set {QUEUE_VARIABLE} to native .* in which the engine starts"
+    ):
         getattr(llm(host, host.make("SyncMPClient", old)), method)(**arguments)
     subject = host.make("AsyncLLM", host.make("AsyncMPClient", core(host), old))
     with pytest.raises(InactiveError, match=QUEUE_VARIABLE):
@@ -219,7 +238,8 @@ def test_an_engine_core_without_the_plugin(host: FakeVLLM, call: str) -> None:
     assert old.resets == []
 
 
-def test_other_errors_of_the_engine_core_pass(host: FakeVLLM) -> None:
+@pytest.mark.parametrize("stats_fail", [False, True])
+def test_other_errors_of_the_engine_core_pass(host: FakeVLLM, stats_fail: bool) -> None:
     """As they are, whatever they look like."""
 
     class Broken(OldCore):
@@ -230,6 +250,8 @@ def test_other_errors_of_the_engine_core_pass(host: FakeVLLM) -> None:
             raise AssertionError
 
         def free_block_queue_stats(self) -> dict[str, Any]:
+            if stats_fail:
+                raise OSError("no figures")
             return {}
 
     def check(error: BaseException) -> None:
@@ -320,6 +342,82 @@ def test_a_client_that_is_not_known(host: FakeVLLM) -> None:
         asyncio.run(host.make("AsyncLLM", Remote()).free_block_queue_stats())
 
 
+def test_a_client_that_does_not_know_the_argument(host: FakeVLLM) -> None:
+    sync_class, async_class = (
+        vars(host.modules[surface.CORE_CLIENT])[name] for name in ("SyncMPClient", "AsyncMPClient")
+    )
+
+    class Sync(sync_class):  # type: ignore[misc,valid-type]
+        def reset_prefix_cache(self, running: bool = False, connector: bool = False) -> bool:
+            return True
+
+    class Async(async_class):  # type: ignore[misc,valid-type]
+        async def reset_prefix_cache_async(self, running: bool = False, b: bool = False) -> bool:
+            return True
+
+    subject = llm(host, Sync(core(host)))
+    assert subject.reset_prefix_cache() is True
+    with pytest.raises(NotImplementedError, match=r"Sync\.reset_prefix_cache\(\) is not vLLM's"):
+        subject.reset_prefix_cache(reorder_free_queue=True)
+    assert subject.reset_free_block_queue_order() is True
+    subject = host.make("AsyncLLM", Async(core(host)))
+    with pytest.raises(NotImplementedError, match=r"Async\.reset_prefix_cache_async\(\) is not"):
+        asyncio.run(subject.reset_prefix_cache(reorder_free_queue=True))
+
+
+def test_an_engine_core_that_dies_in_the_middle_of_a_call(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own calls wait for ever then."""
+    monkeypatch.setattr(clients, "HEARTBEAT", 0.01)
+    dead = vars(host.modules["vllm.v1.engine.exceptions"])["EngineDeadError"]
+    over = threading.Event()
+
+    class Silent(OldCore):
+        def reset_free_block_queue_order(self) -> bool:
+            caller.resources.engine_dead = True
+            return over.wait(30)
+
+    caller = host.make("SyncMPClient", Silent())
+    try:
+        with pytest.raises(dead, match="its engine core has died"):
+            llm(host, caller).reset_free_block_queue_order()
+    finally:
+        over.set()
+    client = host.make("AsyncMPClient", "silent")
+
+    async def call(method: str, *arguments: bool, engine: str) -> bool:
+        client.resources.engine_dead = True
+        return await asyncio.Event().wait()
+
+    client._call_utility_async = call
+    with pytest.raises(dead, match="its engine core has died"):
+        asyncio.run(host.make("AsyncLLM", client).free_block_queue_stats())
+
+
+def test_a_caller_that_is_cancelled_leaves_no_call_behind(host: FakeVLLM) -> None:
+    client = host.make("AsyncMPClient", "silent", "silent")
+    ended: list[str] = []
+
+    async def call(method: str, *arguments: bool, engine: str) -> bool:
+        try:
+            return await asyncio.Event().wait()
+        finally:
+            ended.append(engine)
+
+    client._call_utility_async = call
+
+    async def play() -> None:
+        subject = host.make("AsyncLLM", client)
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(subject.reset_free_block_queue_order(), 0.05)
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(play())
+    assert ended == ["silent", "silent"]
+
+
 @pytest.mark.parametrize("nested", [False, True], ids=["connector", "MultiConnector"])
 def test_the_cursor_of_a_lazy_offload_is_dropped(host: FakeVLLM, nested: bool) -> None:
     engine_core = core(host)
@@ -342,7 +440,7 @@ class Step:
     def __init__(self, client: Any, run: Callable[[], Any]) -> None:
         self._inside, self._go_on = threading.Event(), threading.Event()
         self.outputs: list[Any] = []
-        client.step = self._step
+        client.step = client.engine_core.scheduler.step = self._step
         self._thread = threading.Thread(target=lambda: self.outputs.append(run()))
         self._thread.start()
         assert self._inside.wait(30)
@@ -363,6 +461,8 @@ class Step:
         ("get_output", (), "a step"),
         ("abort_requests", (["1"],), r"abort_requests\(\)"),
         ("sleep", (1,), r"sleep\(\)"),
+        ("release_kv_cache_memory", (), r"release_kv_cache_memory\(\)"),
+        ("reset_prefix_cache", (True,), r"reset_prefix_cache\(\)"),
     ],
 )
 def test_while_the_engine_changes_its_blocks_in_another_thread(
@@ -383,7 +483,7 @@ def test_while_the_engine_changes_its_blocks_in_another_thread(
         assert order(engine_core) == [5, 4, 3, 2, 1]
     finally:
         step.end()
-    assert step.outputs == ["output"]
+    assert step.outputs == [True if name == "reset_prefix_cache" else "output"]
     assert subject.reset_free_block_queue_order() is True
 
 
