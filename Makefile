@@ -50,7 +50,7 @@ sanitize: install
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*.hpp tests/cxx/*.cpp
+	$(BIN)/clang-format --dry-run --Werror csrc/*.hpp tests/cxx/*.?pp
 	$(BIN)/python bench/table.py --check
 	$(BIN)/mypy pyblockpool
 	$(BIN)/stubtest pyblockpool._queue
@@ -59,7 +59,7 @@ lint: install
 format: $(VENV)/.env
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i csrc/*.hpp tests/cxx/*.cpp
+	$(BIN)/clang-format -i csrc/*.hpp tests/cxx/*.?pp
 
 # Ratios to vLLM's class in the same run, best on an idle machine; saved, and set into the README.
 bench: install

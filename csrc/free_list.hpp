@@ -46,9 +46,12 @@ struct Chain {
 // Let L be the ids reached from the end by following `next` until the end comes again. Between two
 // calls, chains under construction aside:
 //
-//   id in L            <=>  next(id) != kUnlinked
+//   id in L or aside   <=>  next(id) != kUnlinked
 //   prev(next(id)) == id    for each id in L and for the end
 //   |L| == size()
+//
+// An id that is aside belongs to the owner of the list without being in L, so that one look tells
+// whether an id is anywhere.
 //
 // An id also carries a payload, whatever the owner of the list keeps under it; null until set.
 // Links and payload of one id share sixteen bytes, as most operations need all three; id -1, the
@@ -65,8 +68,18 @@ class FreeList {
   std::size_t capacity() const { return links_.size() - 1; }
   std::size_t size() const { return size_; }
 
-  // True for members of the list and of a chain under construction.
+  // True for members of the list and of a chain under construction, and for what is aside.
   bool contains(BlockId id) const { return at(id).next != kUnlinked; }
+
+  bool is_aside(BlockId id) const { return at(id).next == kAside; }
+  void set_aside(BlockId id) {
+    PYBLOCKPOOL_EXPECT(!contains(id));
+    at(id).next = kAside;
+  }
+  void take_back(BlockId id) {
+    PYBLOCKPOOL_EXPECT(is_aside(id));
+    at(id).next = kUnlinked;
+  }
 
   void* payload(BlockId id) const { return at(id).payload; }
   void set_payload(BlockId id, void* payload) { at(id).payload = payload; }
@@ -163,18 +176,21 @@ class FreeList {
 
   void dissolve(const Chain& chain) {
     BlockId id = chain.first;
-    for (std::size_t i = 0; i < chain.size; ++i) {
-      const BlockId after = next(id);
-      at(id).next = kUnlinked;
-      id = after;
-    }
+    for (std::size_t i = 0; i < chain.size; ++i) id = unchain(id);
+  }
+
+  // Unlinks the first id of a chain and returns what is behind it.
+  BlockId unchain(BlockId id) {
+    const BlockId after = next(id);
+    at(id).next = kUnlinked;
+    return after;
   }
 
   // Canonical order: ascending ids. One pass over the array, no sort.
   void sort_by_id() {
     BlockId last = kEnd;
     for (std::size_t index = 1; index < links_.size(); ++index) {
-      if (links_[index].next == kUnlinked) continue;
+      if (links_[index].next < kEnd) continue;
       const BlockId id = static_cast<BlockId>(index) - 1;
       join(last, id);
       last = id;
@@ -205,7 +221,7 @@ class FreeList {
     }
     std::size_t linked = 0;
     for (std::size_t index = 1; index < links_.size(); ++index) {
-      linked += links_[index].next != kUnlinked ? 1U : 0U;
+      linked += links_[index].next >= kEnd ? 1U : 0U;
     }
     if (linked != size_) {
       return std::to_string(linked) + " ids carry links but the list has " + std::to_string(size_);
@@ -217,6 +233,7 @@ class FreeList {
   friend struct BrokenFreeList;  // tests that check() notices
 
   static constexpr BlockId kUnlinked = -2;
+  static constexpr BlockId kAside = -3;
 
   struct Links {
     BlockId prev;

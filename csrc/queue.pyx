@@ -18,18 +18,22 @@ a block is queued, and between which neighbours, is answered from the list when 
 `prev_free_block` or `next_free_block` (see LinkDescriptor).
 """
 
+import operator
+
 cimport cython
 from cpython.list cimport PyList_GET_SIZE
 from cpython.object cimport PyObject, PyTypeObject
-from libc.stdint cimport int32_t
+from libc.stdint cimport int32_t, int64_t, uint64_t
 from libcpp cimport bool as cpp_bool
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
-__all__ = ["MAX_BLOCK_ID", "POLICIES", "FreeBlockQueue", "FreeListEnd", "can_serve_links",
+__all__ = ["DEFAULT_EXTENT_SIZE", "MAX_BLOCK_ID", "MAX_EXTENT_SIZE", "POLICIES", "FreeBlockQueue", "FreeListEnd", "can_serve_links",
            "queues_of", "serve_links", "withdraw_links"]
 
-POLICIES = ("lru",)
+POLICIES = ("lru", "sorted", "extent")
+DEFAULT_EXTENT_SIZE = 8
+MAX_EXTENT_SIZE = 4096
 
 # Room is made for each id up to the largest: an absurd id would ask for absurd memory.
 MAX_BLOCK_ID = 2**28 - 1
@@ -62,6 +66,27 @@ cdef extern from "free_list.hpp" namespace "pyblockpool" nogil:
         void splice_back(const Chain&)
         void dissolve(const Chain&)
         void sort_by_id()
+        string check() const
+
+
+cdef extern from "extent_list.hpp" namespace "pyblockpool" nogil:
+    cdef cppclass ExtentList:
+        ExtentList(FreeList&, BlockId extent_size) except +
+        BlockId extent_size() const
+        size_t size() const
+        size_t unhashed() const
+        size_t clean() const
+        size_t aged() const
+        int64_t early_evictions() const
+        int64_t shortages() const
+        void grow(size_t capacity) except +
+        void reserve(size_t count) except +
+        void remove(BlockId)
+        void add_cached(const Chain&)
+        void add_unhashed(const Chain&)
+        void forget_hashes()
+        uint64_t version() const
+        vector[BlockId] walk() except +
         string check() const
 
 
@@ -106,6 +131,22 @@ cdef extern from *:
                       [](void* block) { Py_INCREF(static_cast<PyObject*>(block)); });
     }
 
+    static inline pyblockpool::BlockId pyblockpool_take_into(pyblockpool::ExtentList& ids,
+                                                             PyObject* list, Py_ssize_t count,
+                                                             pyblockpool::BlockId after) {
+      return ids.take(static_cast<std::size_t>(count), after, pyblockpool_list_items(list),
+                      [](void* block) { Py_INCREF(static_cast<PyObject*>(block)); });
+    }
+
+    /* The one block that is taken; the reference stays with the list of blocks. */
+    static inline PyObject* pyblockpool_take_one(pyblockpool::ExtentList& ids,
+                                                 pyblockpool::BlockId after,
+                                                 pyblockpool::BlockId* last) {
+      void* block = nullptr;
+      *last = ids.take(1, after, &block, [](void*) {});
+      return static_cast<PyObject*>(block);
+    }
+
     static inline PyObject* pyblockpool_slot(PyObject* block, Py_ssize_t offset) {
       return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(block) + offset);
     }
@@ -142,6 +183,9 @@ cdef extern from *:
     void prefetch "PYBLOCKPOOL_PREFETCH"(void*) nogil
     long small_int "pyblockpool_small_int"(PyObject*)
     void pop_into "pyblockpool_pop_into"(FreeList&, PyObject* items, Py_ssize_t count)
+    BlockId take_into "pyblockpool_take_into"(ExtentList&, PyObject* items, Py_ssize_t count,
+                                              BlockId after)
+    PyObject* take_one "pyblockpool_take_one"(ExtentList&, BlockId after, BlockId* last)
     bint chain_slot_blocks "pyblockpool_chain"(
         FreeList&, Chain&, PyObject* items, PyObject* owner, PyObject* cls,
         Py_ssize_t id_offset, Py_ssize_t prev_offset)
@@ -186,7 +230,7 @@ cdef class FreeListEnd:
         """Fake tail: the last block, or the fake head. Fake head: None."""
         if not self.is_tail or self.queue is None or self.queue._tail_is_cut:
             return None
-        return self.queue._at(self.queue._list.prev(kEnd), False)
+        return self.queue._at(self.queue._prev(kEnd), False)
 
     @prev_free_block.setter
     def prev_free_block(self, value):
@@ -194,7 +238,7 @@ cdef class FreeListEnd:
             self._refuse()
         if self.is_tail and value is None:
             self.queue._tail_is_cut = True
-        elif self.is_tail and value is self.queue._at(self.queue._list.prev(kEnd), False):
+        elif self.is_tail and value is self.queue._at(self.queue._prev(kEnd), False):
             self.queue._tail_is_cut = False
         elif self.is_tail or value is not None:
             self._refuse()
@@ -204,7 +248,7 @@ cdef class FreeListEnd:
         """Fake head: the first block, or the fake tail. Fake tail: None."""
         if self.is_tail or self.queue is None or self.queue._head_is_cut:
             return None
-        return self.queue._at(self.queue._list.front(), True)
+        return self.queue._at(self.queue._next(kEnd), True)
 
     @next_free_block.setter
     def next_free_block(self, value):
@@ -212,7 +256,7 @@ cdef class FreeListEnd:
             self._refuse()
         if not self.is_tail and value is None:
             self.queue._head_is_cut = True
-        elif not self.is_tail and value is self.queue._at(self.queue._list.front(), True):
+        elif not self.is_tail and value is self.queue._at(self.queue._next(kEnd), True):
             self.queue._head_is_cut = False
         elif not self.is_tail or value is not None:
             self._refuse()
@@ -259,14 +303,25 @@ cdef class FreeBlockQueue:
         blocks: KV-cache blocks (`block_id`, `prev_free_block`, `next_free_block`) in any order,
             with any ids from 0 to 2**28 - 1, possibly none. A block that is in another native
             queue leaves it.
-        policy: `"lru"`.
+        policy: `"lru"`, `"sorted"` or `"extent"`.
+        size: blocks in an extent, for policy `extent`: a power of two from 1 to 4,096.
 
     Raises:
-        ValueError: no such policy.
+        ValueError: no such policy, or no such size.
         TypeError: something that is not a block.
         RuntimeError: two blocks with one id, an id out of range, an end of a list.
     """
+    # Under policy `lru` all free ids, in order; under the others the cached ones, longest free
+    # first, while the rest is aside (extent_list.hpp). The payloads of all of them.
     cdef FreeList _list
+    cdef ExtentList* _extents  # NULL under policy `lru`
+    cdef str _policy
+    # The id beside which the next blocks are taken, kEnd for none.
+    cdef BlockId _hint
+    # The order as somebody has walked it, and where each id is in it, while nothing has changed.
+    cdef vector[BlockId] _walked
+    cdef vector[int32_t] _place
+    cdef uint64_t _walked_version
     # Blocks by id, None where an id was never seen. A list, so that the garbage collector sees the
     # cycle block.pool -> pool -> queue -> block.
     cdef list _blocks
@@ -283,28 +338,36 @@ cdef class FreeBlockQueue:
     def __cinit__(self, *args, **kwargs):
         self._blocks = []
         self._lead = kEnd
+        self._hint = kEnd
         self.fake_free_list_head = FreeListEnd.__new__(FreeListEnd)
         self.fake_free_list_head.queue = self
         self.fake_free_list_tail = FreeListEnd.__new__(FreeListEnd)
         self.fake_free_list_tail.queue = self
         self.fake_free_list_tail.is_tail = True
 
-    def __init__(self, blocks, policy="lru"):
+    def __init__(self, blocks, policy="lru", size=DEFAULT_EXTENT_SIZE):
         if policy not in POLICIES:
             raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
-        if self._list.capacity():
+        size = operator.index(size)
+        if not 1 <= size <= MAX_EXTENT_SIZE or size & (size - 1):
+            raise ValueError(f"size {size} is not a power of two from 1 to {MAX_EXTENT_SIZE}")
+        if self._policy is not None:
             raise RuntimeError("FreeBlockQueue.__init__() called twice on one queue")
         cdef Chain chain
+        if policy != "lru":
+            self._extents = new ExtentList(self._list, 1 if policy == "sorted" else size)
+        self._policy = policy
         self._admit(list(blocks), &chain, "FreeBlockQueue", take_over=True)
-        self._list.splice_back(chain)
+        self._put_back_unhashed(chain)
         self._num_free_blocks = <Py_ssize_t> chain.size
 
     def __dealloc__(self):
+        del self._extents
         if self._layout is not None:
             self._layout.queues -= 1
 
     def __repr__(self):
-        return f"<{type(self).__qualname__} policy=lru free={self._list.size()}>"
+        return f"<{type(self).__qualname__} policy={self._policy} free={self._size()}>"
 
     @property
     def num_free_blocks(self):
@@ -320,17 +383,24 @@ cdef class FreeBlockQueue:
 
     def popleft(self):
         """Take the first block. ValueError when there is none."""
-        if self._list.size() == 0 or self._head_is_cut:
+        if self._size() == 0 or self._head_is_cut:
             if self._num_free_blocks != 0:
                 raise AssertionError(f"num_free_blocks ({self._num_free_blocks}) is out of sync "
                                      "with the free list.")
             raise ValueError("No free blocks available")
         if self._is_dying():
             raise RuntimeError("popleft(): this queue is being destroyed")
-        cdef PyObject* block = <PyObject*> self._list.payload(self._list.front())
-        self._list.pop_front()
+        cdef PyObject* block
+        cdef BlockId last
+        if self._extents != NULL:
+            self._extents.reserve(1)
+            block = take_one(self._extents[0], self._hint, &last)
+            self._move_hint(last)
+        else:
+            block = <PyObject*> self._list.payload(self._list.front())
+            self._list.pop_front()
+            self._look_ahead(1)
         self._num_free_blocks -= 1
-        self._look_ahead(1)
         return <object> block
 
     def popleft_n(self, n):
@@ -347,18 +417,23 @@ cdef class FreeBlockQueue:
             raise AssertionError(f"popleft_n({n}): only {self._num_free_blocks} blocks are free")
         if self._head_is_cut:
             raise AssertionError("next_free_block of fake_free_list_head should always exist")
-        if <size_t> n > self._list.size():
+        if <size_t> n > self._size():
             raise RuntimeError(f"popleft_n({n}): num_free_blocks says {self._num_free_blocks} but "
-                               f"{self._list.size()} blocks are queued")
-        # The only allocation comes first: it may start the garbage collector, and with it code
+                               f"{self._size()} blocks are queued")
+        # Allocations come first: that of the list may start the garbage collector, and with it code
         # that changes this queue.
+        if self._extents != NULL:
+            self._extents.reserve(n)
         cdef PyObject* taken = PyList_New_raw(n)
-        if <size_t> n > self._list.size() or self._is_dying():
+        if <size_t> n > self._size() or self._is_dying():
             Py_XDECREF(taken)
             raise RuntimeError(f"popleft_n({n}): the queue changed during the call")
-        pop_into(self._list, taken, n)
+        if self._extents != NULL:
+            self._move_hint(take_into(self._extents[0], taken, n, self._hint))
+        else:
+            pop_into(self._list, taken, n)
+            self._look_ahead(n)
         self._num_free_blocks -= n
-        self._look_ahead(n)
         result = <object> taken
         Py_XDECREF(taken)
         return result
@@ -369,7 +444,7 @@ cdef class FreeBlockQueue:
         if id == kEnd:
             raise RuntimeError(
                 f"remove() called on an invalid block: {block!r}: it is not in this queue")
-        self._list.remove(id)
+        self._take_out(id)
         self._num_free_blocks -= 1
 
     def append(self, block):
@@ -379,10 +454,10 @@ cdef class FreeBlockQueue:
         cdef BlockId id = self._own_id(<PyObject*> block)
         cdef Chain chain
         if id != kEnd and not self._list.contains(id):
-            self._list.push_back(id)
+            self._list.extend(chain, id)
         else:
             self._admit([block], &chain, "append", take_over=False)
-            self._list.splice_back(chain)
+        self._put_back_cached(chain)
         self._num_free_blocks += 1
 
     def append_n(self, blocks):
@@ -394,7 +469,7 @@ cdef class FreeBlockQueue:
         if len(blocks) and self._tail_is_cut:
             raise AssertionError("prev_free_block of fake_free_list_tail should always exist")
         self._link_all(blocks, &chain, "append_n")
-        self._list.splice_back(chain)
+        self._put_back_cached(chain)
         self._num_free_blocks += <Py_ssize_t> chain.size
 
     def prepend_n(self, blocks):
@@ -406,7 +481,7 @@ cdef class FreeBlockQueue:
         if len(blocks) and self._head_is_cut:
             raise AssertionError("next_free_block of fake_free_list_head should always exist")
         self._link_all(blocks, &chain, "prepend_n")
-        self._list.splice_front(chain)
+        self._put_back_unhashed(chain)
         self._lead = kEnd
         self._num_free_blocks += <Py_ssize_t> chain.size
 
@@ -415,7 +490,14 @@ cdef class FreeBlockQueue:
         if self._head_is_cut:
             raise RuntimeError("next_free_block of fake_free_list_head should always exist")
         result = []
-        cdef BlockId id = self._list.front()
+        cdef BlockId id
+        cdef vector[BlockId] ids
+        if self._extents != NULL:
+            ids = self._extents.walk()
+            for id in ids:
+                result.append(self._blocks[id])
+            return result
+        id = self._list.front()
         while id != kEnd:
             result.append(self._blocks[id])
             id = self._list.next(id)
@@ -433,9 +515,33 @@ cdef class FreeBlockQueue:
         return iterator
 
     def reorder(self):
-        """Canonical order: ascending block ids. O(largest id)."""
-        self._list.sort_by_id()
+        """Canonical order: ascending block ids; under `extent`, whole extents first.
+        O(largest id)."""
+        if self._extents != NULL:
+            self._extents.forget_hashes()
+        else:
+            self._list.sort_by_id()
         self._lead = kEnd
+
+    def forget_hashes(self):
+        """Free blocks have lost their prefix-cache hashes: none is worth keeping any more.
+        O(cached blocks)."""
+        if self._extents != NULL:
+            self._extents.forget_hashes()
+
+    def grow_after(self, block):
+        """The next blocks are for a request whose last block is this one; None: for any.
+
+        Under `extent` they are taken beside it if they can. What is handed out becomes the last
+        block in turn. RuntimeError, with nothing changed, if the block is not in use here.
+        """
+        if block is None:
+            self._hint = kEnd
+            return
+        cdef BlockId id = self._own_id(<PyObject*> block)
+        if id == kEnd or self._list.contains(id):
+            raise RuntimeError(f"grow_after(): {block!r} is not a block of this queue in use")
+        self._hint = id
 
     def check(self):
         """The first broken rule as text, "" if all hold. O(largest id)."""
@@ -445,9 +551,14 @@ cdef class FreeBlockQueue:
         if <size_t> PyList_GET_SIZE(self._blocks) != self._list.capacity():
             return (f"{len(self._blocks)} blocks are known but there is room for "
                     f"{self._list.capacity()} ids")
-        cdef BlockId id = self._list.front()
-        # Reading an attribute may run code that takes the block out; then the walk ends below 0.
-        while id >= 0:
+        if self._extents != NULL:
+            broken = self._extents.check()
+            if broken.size():
+                return broken.decode()
+        cdef BlockId id
+        for id in range(<BlockId> self._list.capacity()):
+            if not self._list.contains(id):
+                continue
             block = self._blocks[id]
             if block is None:
                 return f"id {id} is queued but has no block"
@@ -455,10 +566,9 @@ cdef class FreeBlockQueue:
                 return f"the block at id {id} says that its id is {block.block_id}"
             if self._member_id(<PyObject*> block) != id:
                 return f"block {id} is queued but another queue owns it"
-            id = self._list.next(id)
-        if <size_t> self._num_free_blocks != self._list.size():
+        if <size_t> self._num_free_blocks != self._size():
             return (f"num_free_blocks is {self._num_free_blocks} but "
-                    f"{self._list.size()} are queued")
+                    f"{self._size()} are queued")
         if self._head_is_cut or self._tail_is_cut:
             return "an end of the list was cut off from outside"
         return ""
@@ -467,7 +577,7 @@ cdef class FreeBlockQueue:
         """Figures of the free list; `runs` and `longest_run` in the order of the queue. O(N)."""
         cdef Py_ssize_t runs = 0, longest = 0, length = 0
         cdef BlockId previous = kEnd - 1
-        cdef BlockId id = self._list.front()
+        cdef BlockId id = self._next(kEnd)
         while id != kEnd:
             if id == previous + 1:
                 length += 1
@@ -476,15 +586,77 @@ cdef class FreeBlockQueue:
                 length = 1
             longest = max(longest, length)
             previous = id
-            id = self._list.next(id)
-        return {
+            id = self._next(id)
+        stats = {
             "implementation": "native",
-            "policy": "lru",
-            "free": self._list.size(),
+            "policy": self._policy,
+            "free": self._size(),
             "known": sum(block is not None for block in self._blocks),
             "runs": runs,
             "longest_run": longest,
         }
+        if self._extents != NULL:
+            stats.update(
+                size=self._extents.extent_size(),
+                unhashed=self._extents.unhashed(),
+                clean=self._extents.clean(),
+                aged=self._extents.aged(),
+                early_evictions=self._extents.early_evictions(),
+                shortages=self._extents.shortages(),
+            )
+        return stats
+
+    cdef inline size_t _size(self) noexcept:
+        return self._list.size() if self._extents == NULL else self._extents.size()
+
+    cdef inline void _put_back_cached(self, const Chain& chain) noexcept:
+        if self._extents != NULL:
+            self._extents.add_cached(chain)
+        else:
+            self._list.splice_back(chain)
+
+    cdef inline void _put_back_unhashed(self, const Chain& chain) noexcept:
+        if self._extents != NULL:
+            self._extents.add_unhashed(chain)
+        else:
+            self._list.splice_front(chain)
+
+    cdef inline void _take_out(self, BlockId id) noexcept:
+        if self._extents != NULL:
+            self._extents.remove(id)
+        else:
+            self._list.remove(id)
+
+    cdef inline void _move_hint(self, BlockId last) noexcept:
+        if self._hint != kEnd:
+            self._hint = last
+
+    cdef BlockId _next(self, BlockId id) except? kFailed:
+        """The id behind a queued one, or the first one behind kEnd; kEnd at the end."""
+        if self._extents == NULL:
+            return self._list.next(id)
+        self._walk()
+        cdef size_t at = 0 if id == kEnd else <size_t> self._place[id] + 1
+        return self._walked[at] if at < self._walked.size() else kEnd
+
+    cdef BlockId _prev(self, BlockId id) except? kFailed:
+        if self._extents == NULL:
+            return self._list.prev(id)
+        self._walk()
+        cdef size_t at = self._walked.size() if id == kEnd else <size_t> self._place[id]
+        return self._walked[at - 1] if at > 0 else kEnd
+
+    cdef int _walk(self) except -1:
+        """Under policies other than `lru` the order is made when somebody looks. O(largest id)."""
+        if self._walked_version == self._extents.version() and self._place.size():
+            return 0
+        self._walked = self._extents.walk()
+        self._place.assign(self._list.capacity() + 1, 0)
+        cdef size_t at
+        for at in range(self._walked.size()):
+            self._place[self._walked[at]] = <int32_t> at
+        self._walked_version = self._extents.version()
+        return 0
 
     cdef inline BlockId _own_id(self, PyObject* block) except? kFailed:
         """Id of a block that this queue owns, queued or not; kEnd for any other object."""
@@ -614,7 +786,7 @@ cdef class FreeBlockQueue:
         for block_id, block in batch.items():
             owner = layout.owner(<PyObject*> block)
             if owner is not None and owner._member_id(<PyObject*> block) != kEnd:
-                owner._list.remove(block_id)
+                owner._take_out(block_id)
                 owner._num_free_blocks -= 1
             layout.set_raw(<PyObject*> block, False, self)
             layout.set_raw(<PyObject*> block, True, None)
@@ -659,6 +831,8 @@ cdef class FreeBlockQueue:
             return 0
         self._blocks.extend([None] * (capacity - before))
         try:
+            if self._extents != NULL:
+                self._extents.grow(capacity)
             self._list.grow(capacity)
         except MemoryError:
             del self._blocks[before:]
@@ -679,7 +853,7 @@ cdef class FreeBlockQueue:
         cdef BlockId id = self._member_id(<PyObject*> block)
         if id == kEnd:
             return None
-        return self._at(self._list.next(id) if is_next else self._list.prev(id), is_next)
+        return self._at(self._next(id) if is_next else self._prev(id), is_next)
 
     cdef object _at(self, BlockId id, bint is_next):
         if id == kEnd:
@@ -690,12 +864,12 @@ cdef class FreeBlockQueue:
         """The block behind a queued block or the fake head, None if there is none."""
         cdef BlockId id
         if place is self.fake_free_list_head:
-            id = kEnd if self._head_is_cut else self._list.front()
+            id = kEnd if self._head_is_cut else self._next(kEnd)
         else:
             id = self._member_id(<PyObject*> place)
             if id == kEnd:
                 return None
-            id = self._list.next(id)
+            id = self._next(id)
         return None if id == kEnd else self._blocks[id]
 
     cdef inline bint _is_dying(self) noexcept:

@@ -3,10 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Final, TypedDict, final, type_check_only
 
-from typing_extensions import disjoint_base
+from typing_extensions import NotRequired, disjoint_base
 
 __all__ = [
+    "DEFAULT_EXTENT_SIZE",
     "MAX_BLOCK_ID",
+    "MAX_EXTENT_SIZE",
     "POLICIES",
     "FreeBlockQueue",
     "FreeListEnd",
@@ -17,15 +19,21 @@ __all__ = [
 ]
 
 MAX_BLOCK_ID: Final = 268_435_455
-POLICIES: Final = ("lru",)
+POLICIES: Final = ("lru", "sorted", "extent")
+DEFAULT_EXTENT_SIZE: Final = 8
+MAX_EXTENT_SIZE: Final = 4096
 
 @type_check_only
 class QueueStats(TypedDict):
     """Figures of a free list.
 
-    implementation: ``"native"``. policy: ``"lru"``. free: blocks queued. known: blocks ever seen.
-    runs: stretches of the queue, in its order, in which each id is the one before it plus 1.
-    longest_run: blocks in the longest of them.
+    implementation: ``"native"``. policy. free: blocks queued. known: blocks ever seen. runs:
+    stretches of the queue, in its order, in which each id is the one before it plus 1.
+    longest_run: blocks in the longest of them. Under ``sorted`` and ``extent`` also: size, blocks
+    in an extent. unhashed: free blocks without a hash, or with one that is given up. clean, aged:
+    extents that are free as a whole, without and with cached blocks. early_evictions: cached
+    blocks that were given up for their neighbours while older ones stayed. shortages: calls that
+    found too few whole extents.
     """
 
     implementation: str
@@ -34,6 +42,12 @@ class QueueStats(TypedDict):
     known: int
     runs: int
     longest_run: int
+    size: NotRequired[int]
+    unhashed: NotRequired[int]
+    clean: NotRequired[int]
+    aged: NotRequired[int]
+    early_evictions: NotRequired[int]
+    shortages: NotRequired[int]
 
 @final
 class FreeListEnd:
@@ -64,7 +78,7 @@ class FreeBlockQueue:
     def fake_free_list_head(self) -> FreeListEnd: ...
     @property
     def fake_free_list_tail(self) -> FreeListEnd: ...
-    def __init__(self, blocks: Iterable[Any], policy: str = "lru") -> None: ...
+    def __init__(self, blocks: Iterable[Any], policy: str = "lru", size: int = 8) -> None: ...
     def popleft(self) -> Any: ...
     def popleft_n(self, n: int) -> list[Any]: ...
     def remove(self, block: Any) -> None: ...
@@ -74,6 +88,8 @@ class FreeBlockQueue:
     def get_all_free_blocks(self) -> list[Any]: ...
     def iter_blocks_after(self, cursor: Any) -> Iterator[Any]: ...
     def reorder(self) -> None: ...
+    def forget_hashes(self) -> None: ...
+    def grow_after(self, block: Any) -> None: ...
     def check(self) -> str: ...
     def stats(self) -> QueueStats: ...
 

@@ -119,9 +119,9 @@ def test_num_free_blocks_is_a_whole_number(blocks: MakeBlocks, count: Any) -> No
     assert_order(queue, [0, 1])
 
 
-@pytest.mark.parametrize("bad", ["", "fifo", "LRU", "sorted", "extent", None, 5, b"lru", []])
+@pytest.mark.parametrize("bad", ["", "fifo", "LRU", "sort", "extents", None, 5, b"lru", []])
 def test_an_unknown_policy_is_refused_by_name(strict_class: Any, bad: Any) -> None:
-    with pytest.raises(ValueError, match=re.escape(f"{bad!r} is not one of lru")):
+    with pytest.raises(ValueError, match=re.escape(f"{bad!r} is not one of lru, sorted, extent")):
         strict_class([], policy=bad)
 
 

@@ -3,13 +3,14 @@
 #include "free_list.hpp"
 
 #include <algorithm>
-#include <cstdlib>
 #include <iostream>
 #include <iterator>
 #include <list>
 #include <random>
 #include <string>
 #include <vector>
+
+#include "require.hpp"
 
 namespace pyblockpool {
 
@@ -29,12 +30,6 @@ using pyblockpool::BrokenFreeList;
 using pyblockpool::Chain;
 using pyblockpool::FreeList;
 using pyblockpool::kEnd;
-
-void require(bool condition, const std::string& what) {
-  if (condition) return;
-  std::cerr << "FAILED: " << what << '\n';
-  std::exit(1);
-}
 
 std::vector<BlockId> order_of(const FreeList& list) {
   std::vector<BlockId> order;

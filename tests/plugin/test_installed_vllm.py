@@ -19,7 +19,7 @@ from pyblockpool.settings import QUEUE_VARIABLE
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 
-EXTENSIONS = {"reorder", "check", "stats"}
+EXTENSIONS = {"reorder", "forget_hashes", "grow_after", "check", "stats"}
 
 
 @pytest.fixture

@@ -1,0 +1,458 @@
+// LRU over aligned extents of block ids, with growth in place: policies `sorted` (extents of one
+// block) and `extent`. After reservation-based superpage allocation (Navarro et al., OSDI 2002).
+// The words are those of pyblockpool.reference.ExtentOrder. Knows neither Python nor vLLM.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "free_list.hpp"
+#include "id_bitmap.hpp"
+
+namespace pyblockpool {
+
+// Extent k is the ids kE ... kE+E-1. Between two calls:
+//
+//   id is spendable                <=>  spendable_.test(id)  <=>  cached_.is_aside(id)
+//   id is cached                   <=>  id is in the list cached_, longest free first
+//   extents_[k].free, .cached       =   how many ids of k are spendable or cached; cached
+//   k is clean  (free == E, cached == 0)           <=>  clean_.test(k)  <=>  !dirty_.test(k)
+//   k is aged   (free == E, cached > 0)            <=>  k is in the list aged_, longest whole first
+//                                                       (with E == 1, cached_ is that list)
+//   k is partly spendable (free < E, free - cached == g > 0)   <=>  parts_[g].test(k)
+//   parts_[g] has a member                         <=>  most_.test(g)
+//
+// What is not an id of the list (never seen, or the rest of the last extent) is never free.
+class ExtentList {
+ public:
+  // `list` keeps the cached ids in order and the payloads of all of them; it outlives this.
+  ExtentList(FreeList& list, BlockId extent_size) : cached_(list), size_(extent_size) {
+    while ((BlockId{1} << shift_) < size_) ++shift_;
+    parts_.resize(static_cast<std::size_t>(size_));
+    most_.grow(static_cast<std::size_t>(size_));
+    grow(list.capacity());
+  }
+
+  BlockId extent_size() const { return size_; }
+  std::size_t size() const { return cached_.size() + spendable_.count(); }
+  std::size_t unhashed() const { return spendable_.count(); }
+  std::size_t clean() const { return clean_.count(); }
+  std::size_t aged() const { return size_ == 1 ? cached_.size() : aged_.size(); }
+  std::int64_t early_evictions() const { return early_evictions_; }
+  std::int64_t shortages() const { return shortages_; }
+
+  // Makes room for the ids 0 ... capacity-1; the list has to follow. Throws std::bad_alloc; what
+  // has grown by then does no harm.
+  void grow(std::size_t capacity) {
+    if (capacity <= spendable_.capacity()) return;
+    const std::size_t extents = (capacity + static_cast<std::size_t>(size_) - 1) >> shift_;
+    clean_.grow(extents);
+    dirty_.grow(extents);
+    for (std::size_t g = 1; g < parts_.size(); ++g) parts_[g].grow(extents);
+    if (size_ > 1) aged_.grow(extents);
+    scratch_.grow(extents);
+    const std::size_t before = extents_.size();
+    extents_.resize(extents);
+    for (std::size_t k = before; k < extents; ++k) dirty_.set(static_cast<BlockId>(k));
+    spendable_.grow(capacity);
+  }
+
+  // Makes room to take `count` ids: take() then allocates nothing. Throws std::bad_alloc with
+  // nothing changed.
+  void reserve(std::size_t count) {
+    taken_.reserve(count);
+    opened_.reserve((count >> shift_) + 2);
+  }
+
+  // Takes `count` ids, which must be there, beside the id `after` unless that is kEnd: puts their
+  // payloads into `out` and calls visit(payload) for each, as FreeList::pop_front_n does. Returns
+  // the last id.
+  template <class Visit>
+  BlockId take(std::size_t count, BlockId after, void** out, Visit visit) {
+    PYBLOCKPOOL_EXPECT(count > 0 && count <= size());
+    choose(count, after);
+    constexpr std::size_t kBehind = 16;
+    for (std::size_t i = 0; i < count; ++i) {
+      out[i] = cached_.payload(taken_[i]);
+      PYBLOCKPOOL_PREFETCH(out[i]);
+      if (i >= kBehind) visit(out[i - kBehind]);
+    }
+    for (std::size_t i = count > kBehind ? count - kBehind : 0; i < count; ++i) visit(out[i]);
+    return taken_.back();
+  }
+
+  void remove(BlockId id) {
+    const BlockId k = extent_of(id);
+    unfile(k);
+    if (cached_.is_aside(id)) {
+      spendable_.reset(id);
+      cached_.take_back(id);
+    } else {
+      cached_.remove(id);
+      --at(k).cached;
+    }
+    --at(k).free;
+    file(k);
+    ++version_;
+  }
+
+  // A chain of unqueued ids becomes cached, in this order.
+  void add_cached(const Chain& chain) {
+    const BlockId behind = cached_.back();
+    cached_.splice_back(chain);
+    BlockId id = behind == kEnd ? cached_.front() : cached_.next(behind);
+    for (std::size_t i = 0; i < chain.size;) {
+      const BlockId k = extent_of(id);
+      unfile(k);
+      // As long as the chain stays in the extent, which chains of neighbours do.
+      do {
+        ++at(k).free;
+        ++at(k).cached;
+        id = cached_.next(id);
+      } while (++i < chain.size && extent_of(id) == k);
+      file(k);
+    }
+    ++version_;
+  }
+
+  // A chain of unqueued ids becomes spendable.
+  void add_unhashed(const Chain& chain) {
+    BlockId id = chain.first;
+    for (std::size_t i = 0; i < chain.size;) {
+      const BlockId k = extent_of(id);
+      unfile(k);
+      do {
+        const BlockId after = cached_.unchain(id);
+        cached_.set_aside(id);
+        spendable_.set(id);
+        ++at(k).free;
+        id = after;
+      } while (++i < chain.size && extent_of(id) == k);
+      file(k);
+    }
+    ++version_;
+  }
+
+  // All cached ids become spendable.
+  void forget_hashes() {
+    while (cached_.size() > 0) {
+      const BlockId id = cached_.front();
+      const BlockId k = extent_of(id);
+      unfile(k);
+      spare(id);
+      file(k);
+    }
+    shared_ = kEnd;
+    ++version_;
+  }
+
+  // Counts the changes: who has seen the walk of this version need not look again.
+  std::uint64_t version() const { return version_; }
+
+  // All ids in the order in which single ones would be taken, to the last one.
+  std::vector<BlockId> walk() const {
+    std::vector<BlockId> ids;
+    ids.reserve(size());
+    if (shared_ != kEnd) append_spendable(shared_, ids);
+    for (const auto& [length, first] : clean_runs()) {
+      for (BlockId id = first << shift_; id < (first + length) << shift_; ++id) ids.push_back(id);
+    }
+    for (BlockId k = aged_.front(); k != kEnd; k = aged_.next(k)) {
+      for (BlockId id = k << shift_; id < (k + 1) << shift_; ++id) ids.push_back(id);
+    }
+    for (std::size_t g = parts_.size(); g-- > 1;) {
+      for (BlockId k = parts_[g].next(0); k != kEnd; k = parts_[g].next(k + 1)) {
+        if (k != shared_) append_spendable(k, ids);
+      }
+    }
+    for (BlockId id = cached_.front(); id != kEnd; id = cached_.next(id)) {
+      if (size_ == 1 || !aged_.contains(extent_of(id))) ids.push_back(id);
+    }
+    return ids;
+  }
+
+  // The first broken rule as text, "" if all hold. O(capacity).
+  std::string check() const {
+    std::size_t spendable = 0;
+    std::size_t num_aged = 0;
+    std::size_t cached = 0;
+    for (BlockId k = 0; static_cast<std::size_t>(k) < extents_.size(); ++k) {
+      Extent found{0, 0};
+      const BlockId end = end_of(k);
+      for (BlockId id = k << shift_; id < end; ++id) {
+        if (spendable_.test(id) != cached_.is_aside(id)) {
+          return "id " + std::to_string(id) + " is spendable in one place only";
+        }
+        if (!cached_.contains(id)) continue;
+        ++found.free;
+        if (spendable_.test(id)) {
+          ++spendable;
+        } else {
+          ++found.cached;
+          ++cached;
+        }
+      }
+      const Extent& told = extents_[static_cast<std::size_t>(k)];
+      if (found.free != told.free || found.cached != told.cached) {
+        return "extent " + std::to_string(k) + " says " + std::to_string(told.free) + " free, " +
+               std::to_string(told.cached) + " cached, but has " + std::to_string(found.free) +
+               " and " + std::to_string(found.cached);
+      }
+      const bool whole = told.free == size_;
+      if (clean_.test(k) != (whole && told.cached == 0) || clean_.test(k) == dirty_.test(k)) {
+        return "extent " + std::to_string(k) + " is clean in one place only";
+      }
+      if (size_ > 1 && aged_.contains(k) != (whole && told.cached > 0)) {
+        return "extent " + std::to_string(k) + " is aged in one place only";
+      }
+      num_aged += whole && told.cached > 0 ? 1U : 0U;
+      const int part = whole ? 0 : told.free - told.cached;
+      for (std::size_t g = 1; g < parts_.size(); ++g) {
+        if (parts_[g].test(k) != (static_cast<int>(g) == part)) {
+          return "extent " + std::to_string(k) + " is filed under " + std::to_string(g) +
+                 " spendable ids but has " + std::to_string(part);
+        }
+      }
+    }
+    for (std::size_t g = 1; g < parts_.size(); ++g) {
+      if ((parts_[g].count() > 0) != most_.test(static_cast<BlockId>(g))) {
+        return "the number of spendable ids " + std::to_string(g) + " is noted wrongly";
+      }
+    }
+    if (spendable != spendable_.count() || cached != cached_.size() || num_aged != aged()) {
+      return "the counts of spendable and cached ids or of aged extents are wrong";
+    }
+    if (shared_ != kEnd && at(shared_).free == size_) return "the shared extent is whole";
+    return aged_.check();
+  }
+
+ private:
+  struct Extent {
+    std::int16_t free;
+    std::int16_t cached;
+  };
+
+  BlockId extent_of(BlockId id) const { return id >> shift_; }
+  BlockId end_of(BlockId k) const {
+    return std::min((k + 1) << shift_, static_cast<BlockId>(cached_.capacity()));
+  }
+  Extent& at(BlockId k) { return extents_[static_cast<std::size_t>(k)]; }
+  const Extent& at(BlockId k) const { return extents_[static_cast<std::size_t>(k)]; }
+
+  // Out of the index in which its counts say that it is; and into it again.
+  void unfile(BlockId k) {
+    const Extent& extent = at(k);
+    const int part = extent.free - extent.cached;
+    if (extent.free == size_) {
+      if (extent.cached > 0) {
+        if (size_ > 1) aged_.remove(k);
+      } else {
+        clean_.reset(k);
+        dirty_.set(k);
+      }
+    } else if (part > 0) {
+      IdBitmap& alike = parts_[static_cast<std::size_t>(part)];
+      alike.reset(k);
+      if (alike.count() == 0) most_.reset(part);
+    }
+  }
+
+  void file(BlockId k) {
+    const Extent& extent = at(k);
+    const int part = extent.free - extent.cached;
+    if (extent.free == size_) {
+      if (extent.cached > 0) {
+        if (size_ > 1) aged_.push_back(k);
+      } else {
+        clean_.set(k);
+        dirty_.reset(k);
+      }
+      if (shared_ == k) shared_ = kEnd;
+    } else if (part > 0) {
+      IdBitmap& alike = parts_[static_cast<std::size_t>(part)];
+      if (alike.count() == 0) most_.set(part);
+      alike.set(k);
+    }
+  }
+
+  // Chooses ids into taken_, which are free no more. See reference.ExtentOrder.take.
+  void choose(std::size_t count, BlockId after) {
+    const bool single = count == 1 && after == kEnd;
+    taken_.clear();
+    opened_.clear();
+    ++version_;
+    if (single && shared_ != kEnd) {
+      unfile(shared_);
+      spend_lowest(shared_, 1);
+      file(shared_);
+    }
+    if (after != kEnd) grow_after(after, count);
+    if (taken_.size() < count) open((count - taken_.size() - 1) >> shift_);
+    for (const BlockId k : opened_) {
+      spend_lowest(k, count - taken_.size());
+      file(k);
+    }
+    if (taken_.size() < count) ++shortages_;
+    BlockId fullest = kEnd;
+    while (taken_.size() < count) {
+      const BlockId most = most_.highest();
+      if (most != kEnd) {
+        fullest = parts_[static_cast<std::size_t>(most)].next(0);
+        unfile(fullest);
+        spend_lowest(fullest, count - taken_.size());
+        file(fullest);
+      } else {
+        const BlockId id = cached_.pop_front();
+        --at(extent_of(id)).free;
+        --at(extent_of(id)).cached;
+        taken_.push_back(id);
+      }
+    }
+    if (single && fullest != kEnd) shared_ = fullest;
+    if (single && !opened_.empty()) shared_ = opened_.front();
+  }
+
+  void grow_after(BlockId after, std::size_t count) {
+    const BlockId k = extent_of(after);
+    BlockId end = after + 1;
+    while (end < end_of(k) && taken_.size() < count && spendable_.test(end)) {
+      taken_.push_back(end++);
+    }
+    if (taken_.empty()) return;
+    unfile(k);
+    for (const BlockId id : taken_) spend(id);
+    at(k).free = static_cast<std::int16_t>(at(k).free - static_cast<int>(taken_.size()));
+    file(k);
+  }
+
+  // Takes up to `more`+1 whole extents out of their indexes, into opened_, ascending, and gives up
+  // what is cached in them, longest whole first.
+  void open(std::size_t more) {
+    const std::size_t wanted = more + 1;
+    while (clean_.count() > 0 && opened_.size() < wanted) {
+      const auto [length, first] = best_run(static_cast<BlockId>(wanted - opened_.size()));
+      for (BlockId k = first; k < first + length && opened_.size() < wanted; ++k) {
+        clean_.reset(k);
+        dirty_.set(k);
+        opened_.push_back(k);
+      }
+    }
+    while (opened_.size() < wanted && aged() > 0) {
+      const BlockId k = size_ == 1 ? cached_.front() : aged_.pop_front();
+      doom(k);
+      opened_.push_back(k);
+    }
+    if (!std::is_sorted(opened_.begin(), opened_.end())) sort_opened();
+  }
+
+  // By way of a bitmap: there may be thousands, far apart.
+  void sort_opened() {
+    for (const BlockId k : opened_) scratch_.set(k);
+    BlockId k = 0;
+    for (BlockId& opened : opened_) {
+      opened = k = scratch_.next(k);
+      scratch_.reset(k);
+    }
+  }
+
+  // Length and first extent of the run of clean extents to use for `wanted`: the shortest that
+  // holds them all, else the longest; the lowest of several. With extents of one block, the lowest.
+  std::pair<BlockId, BlockId> best_run(BlockId wanted) const {
+    std::pair<BlockId, BlockId> best{0, kEnd};
+    for (BlockId k = clean_.next(0); k != kEnd;) {
+      const BlockId end = end_of_run(k);
+      const BlockId length = end - k;
+      const bool better =
+          best.first < wanted ? length > best.first : length >= wanted && length < best.first;
+      if (better) best = {length, k};
+      if (size_ == 1 || length == wanted) break;
+      k = clean_.next(end);
+    }
+    return best;
+  }
+
+  std::vector<std::pair<BlockId, BlockId>> clean_runs() const {
+    std::vector<std::pair<BlockId, BlockId>> runs;
+    for (BlockId k = clean_.next(0); k != kEnd;) {
+      const BlockId end = end_of_run(k);
+      runs.emplace_back(end - k, k);
+      k = clean_.next(end);
+    }
+    if (size_ > 1) std::sort(runs.begin(), runs.end());
+    return runs;
+  }
+
+  BlockId end_of_run(BlockId k) const {
+    const BlockId end = dirty_.next(k);
+    return end == kEnd ? static_cast<BlockId>(extents_.size()) : end;
+  }
+
+  // Gives up the cached ids of an extent that is in no index, the last of a chain first.
+  void doom(BlockId k) {
+    for (BlockId id = end_of(k); at(k).cached > 0;) {
+      --id;
+      if (cached_.is_aside(id)) continue;
+      early_evictions_ += cached_.front() != id ? 1 : 0;
+      spare(id);
+    }
+  }
+
+  // A cached id of an extent that is in no index becomes spendable.
+  void spare(BlockId id) {
+    cached_.remove(id);
+    cached_.set_aside(id);
+    spendable_.set(id);
+    --at(extent_of(id)).cached;
+  }
+
+  // Takes up to `most` spendable ids of an extent that is in no index.
+  void spend_lowest(BlockId k, std::size_t most) {
+    const BlockId end = end_of(k);
+    for (BlockId id = spendable_.next(k << shift_); id != kEnd && id < end && most > 0; --most) {
+      spend(id);
+      --at(k).free;
+      taken_.push_back(id);
+      id = spendable_.next(id + 1);
+    }
+  }
+
+  void spend(BlockId id) {
+    spendable_.reset(id);
+    cached_.take_back(id);
+  }
+
+  void append_spendable(BlockId k, std::vector<BlockId>& ids) const {
+    const BlockId end = end_of(k);
+    for (BlockId id = spendable_.next(k << shift_); id != kEnd && id < end;
+         id = spendable_.next(id + 1)) {
+      ids.push_back(id);
+    }
+  }
+
+  FreeList& cached_;
+  const BlockId size_;
+  int shift_ = 0;
+  IdBitmap spendable_;
+  std::vector<Extent> extents_;
+  IdBitmap clean_;
+  IdBitmap dirty_;
+  FreeList aged_;
+  // By the number of spendable ids, 1 ... E-1.
+  std::vector<IdBitmap> parts_;
+  IdBitmap most_;
+  // The extent that single ids without a hint share, kEnd if they have to open one.
+  BlockId shared_ = kEnd;
+  std::int64_t early_evictions_ = 0;
+  std::int64_t shortages_ = 0;
+  std::uint64_t version_ = 0;
+  // Of one call.
+  std::vector<BlockId> taken_;
+  std::vector<BlockId> opened_;
+  IdBitmap scratch_;
+};
+
+}  // namespace pyblockpool
