@@ -22,11 +22,12 @@ namespace pyblockpool {
 //   extents_[k].free, .cached       =   how many ids of k are spendable or cached; cached
 //   k is clean  (free == E, cached == 0)           <=>  clean_.test(k)  <=>  !dirty_.test(k)
 //   k is aged   (free == E, cached > 0)            <=>  k is in the list aged_, longest whole first
-//                                                       (with E == 1, cached_ is that list)
 //   k is partly spendable (free < E, free - cached == g > 0)   <=>  parts_[g].test(k)
 //   parts_[g] has a member                         <=>  most_.test(g)
 //
-// What is not an id of the list (never seen, or the rest of the last extent) is never free.
+// What is not an id of the list (never seen, or the rest of the last extent) is never free. With
+// E == 1 the first two rules are all there is: an extent is an id, clean is spendable, and cached_
+// is the list of the aged ones.
 class ExtentList {
  public:
   // `list` keeps the cached ids in order and the payloads of all of them; it outlives this.
@@ -40,7 +41,7 @@ class ExtentList {
   BlockId extent_size() const { return size_; }
   std::size_t size() const { return cached_.size() + spendable_.count(); }
   std::size_t unhashed() const { return spendable_.count(); }
-  std::size_t clean() const { return clean_.count(); }
+  std::size_t clean() const { return size_ == 1 ? spendable_.count() : clean_.count(); }
   std::size_t aged() const { return size_ == 1 ? cached_.size() : aged_.size(); }
   std::int64_t early_evictions() const { return early_evictions_; }
   std::int64_t shortages() const { return shortages_; }
@@ -50,14 +51,16 @@ class ExtentList {
   void grow(std::size_t capacity) {
     if (capacity <= spendable_.capacity()) return;
     const std::size_t extents = (capacity + static_cast<std::size_t>(size_) - 1) >> shift_;
-    clean_.grow(extents);
-    dirty_.grow(extents);
-    for (std::size_t g = 1; g < parts_.size(); ++g) parts_[g].grow(extents);
-    if (size_ > 1) aged_.grow(extents);
     scratch_.grow(extents);
-    const std::size_t before = extents_.size();
-    extents_.resize(extents);
-    for (std::size_t k = before; k < extents; ++k) dirty_.set(static_cast<BlockId>(k));
+    if (size_ > 1) {
+      clean_.grow(extents);
+      dirty_.grow(extents);
+      for (std::size_t g = 1; g < parts_.size(); ++g) parts_[g].grow(extents);
+      aged_.grow(extents);
+      const std::size_t before = extents_.size();
+      extents_.resize(extents);
+      for (std::size_t k = before; k < extents; ++k) dirty_.set(static_cast<BlockId>(k));
+    }
     spendable_.grow(capacity);
   }
 
@@ -86,68 +89,80 @@ class ExtentList {
   }
 
   void remove(BlockId id) {
-    const BlockId k = extent_of(id);
-    unfile(k);
-    if (cached_.is_aside(id)) {
-      spendable_.reset(id);
-      cached_.take_back(id);
+    ++version_;
+    const bool is_spendable = cached_.is_aside(id);
+    if (size_ > 1) {
+      const BlockId k = extent_of(id);
+      unfile(k);
+      --at(k).free;
+      if (!is_spendable) --at(k).cached;
+      file(k);
+    }
+    if (is_spendable) {
+      spend(id);
     } else {
       cached_.remove(id);
-      --at(k).cached;
     }
-    --at(k).free;
-    file(k);
-    ++version_;
   }
 
   // A chain of unqueued ids becomes cached, in this order.
   void add_cached(const Chain& chain) {
+    ++version_;
     const BlockId behind = cached_.back();
     cached_.splice_back(chain);
-    BlockId id = behind == kEnd ? cached_.front() : cached_.next(behind);
+    if (size_ == 1) return;
+    BlockId id = cached_.next(behind);
     for (std::size_t i = 0; i < chain.size;) {
       const BlockId k = extent_of(id);
-      unfile(k);
       // As long as the chain stays in the extent, which chains of neighbours do.
+      std::int16_t count = 0;
       do {
-        ++at(k).free;
-        ++at(k).cached;
+        ++count;
         id = cached_.next(id);
       } while (++i < chain.size && extent_of(id) == k);
-      file(k);
+      // Only an extent that becomes whole changes its place.
+      const bool whole = at(k).free + count == size_;
+      if (whole) unfile(k);
+      at(k).free = static_cast<std::int16_t>(at(k).free + count);
+      at(k).cached = static_cast<std::int16_t>(at(k).cached + count);
+      if (whole) file(k);
     }
-    ++version_;
   }
 
   // A chain of unqueued ids becomes spendable.
   void add_unhashed(const Chain& chain) {
+    ++version_;
     BlockId id = chain.first;
     for (std::size_t i = 0; i < chain.size;) {
       const BlockId k = extent_of(id);
-      unfile(k);
+      std::int16_t count = 0;
       do {
         const BlockId after = cached_.unchain(id);
-        cached_.set_aside(id);
-        spendable_.set(id);
-        ++at(k).free;
+        give(id);
+        ++count;
         id = after;
       } while (++i < chain.size && extent_of(id) == k);
+      if (size_ == 1) continue;
+      unfile(k);
+      at(k).free = static_cast<std::int16_t>(at(k).free + count);
       file(k);
     }
-    ++version_;
   }
 
   // All cached ids become spendable.
   void forget_hashes() {
-    while (cached_.size() > 0) {
-      const BlockId id = cached_.front();
-      const BlockId k = extent_of(id);
-      unfile(k);
-      spare(id);
-      file(k);
-    }
-    shared_ = kEnd;
     ++version_;
+    shared_ = kEnd;
+    while (cached_.size() > 0) {
+      const BlockId id = cached_.pop_front();
+      if (size_ > 1) {
+        const BlockId k = extent_of(id);
+        unfile(k);
+        --at(k).cached;
+        file(k);
+      }
+      give(id);
+    }
   }
 
   // Counts the changes: who has seen the walk of this version need not look again.
@@ -157,6 +172,11 @@ class ExtentList {
   std::vector<BlockId> walk() const {
     std::vector<BlockId> ids;
     ids.reserve(size());
+    if (size_ == 1) {
+      for (BlockId id = spendable_.next(0); id != kEnd; id = spendable_.next(id + 1)) {
+        ids.push_back(id);
+      }
+    }
     if (shared_ != kEnd) append_spendable(shared_, ids);
     for (const auto& [length, first] : clean_runs()) {
       for (BlockId id = first << shift_; id < (first + length) << shift_; ++id) ids.push_back(id);
@@ -177,6 +197,7 @@ class ExtentList {
 
   // The first broken rule as text, "" if all hold. O(capacity).
   std::string check() const {
+    if (size_ == 1) return check_singles();
     std::size_t spendable = 0;
     std::size_t num_aged = 0;
     std::size_t cached = 0;
@@ -206,7 +227,7 @@ class ExtentList {
       if (clean_.test(k) != (whole && told.cached == 0) || clean_.test(k) == dirty_.test(k)) {
         return "extent " + std::to_string(k) + " is clean in one place only";
       }
-      if (size_ > 1 && aged_.contains(k) != (whole && told.cached > 0)) {
+      if (aged_.contains(k) != (whole && told.cached > 0)) {
         return "extent " + std::to_string(k) + " is aged in one place only";
       }
       num_aged += whole && told.cached > 0 ? 1U : 0U;
@@ -243,13 +264,24 @@ class ExtentList {
   Extent& at(BlockId k) { return extents_[static_cast<std::size_t>(k)]; }
   const Extent& at(BlockId k) const { return extents_[static_cast<std::size_t>(k)]; }
 
+  std::string check_singles() const {
+    std::size_t spendable = 0;
+    for (BlockId id = 0; static_cast<std::size_t>(id) < cached_.capacity(); ++id) {
+      if (spendable_.test(id) != cached_.is_aside(id)) {
+        return "id " + std::to_string(id) + " is spendable in one place only";
+      }
+      spendable += spendable_.test(id) ? 1U : 0U;
+    }
+    return spendable == spendable_.count() ? "" : "the count of spendable ids is wrong";
+  }
+
   // Out of the index in which its counts say that it is; and into it again.
   void unfile(BlockId k) {
     const Extent& extent = at(k);
     const int part = extent.free - extent.cached;
     if (extent.free == size_) {
       if (extent.cached > 0) {
-        if (size_ > 1) aged_.remove(k);
+        aged_.remove(k);
       } else {
         clean_.reset(k);
         dirty_.set(k);
@@ -266,7 +298,7 @@ class ExtentList {
     const int part = extent.free - extent.cached;
     if (extent.free == size_) {
       if (extent.cached > 0) {
-        if (size_ > 1) aged_.push_back(k);
+        aged_.push_back(k);
       } else {
         clean_.set(k);
         dirty_.reset(k);
@@ -281,30 +313,27 @@ class ExtentList {
 
   // Chooses ids into taken_, which are free no more. See reference.ExtentOrder.take.
   void choose(std::size_t count, BlockId after) {
-    const bool single = count == 1 && after == kEnd;
-    taken_.clear();
-    opened_.clear();
     ++version_;
-    if (single && shared_ != kEnd) {
-      unfile(shared_);
-      spend_lowest(shared_, 1);
-      file(shared_);
+    taken_.clear();
+    if (size_ == 1) {
+      choose_singles(count);
+      return;
     }
+    const bool single = count == 1 && after == kEnd;
+    if (single && shared_ != kEnd) spend_lowest(shared_, 1);
     if (after != kEnd) grow_after(after, count);
-    if (taken_.size() < count) open((count - taken_.size() - 1) >> shift_);
-    for (const BlockId k : opened_) {
-      spend_lowest(k, count - taken_.size());
-      file(k);
-    }
-    if (taken_.size() < count) ++shortages_;
-    BlockId fullest = kEnd;
+    if (taken_.size() == count) return;
+    open((count - taken_.size() - 1) >> shift_);
+    for (const BlockId k : opened_) move_in(k, count - taken_.size());
+    if (single && !opened_.empty()) shared_ = opened_.front();
+    if (taken_.size() == count) return;
+    ++shortages_;
     while (taken_.size() < count) {
       const BlockId most = most_.highest();
       if (most != kEnd) {
-        fullest = parts_[static_cast<std::size_t>(most)].next(0);
-        unfile(fullest);
+        const BlockId fullest = parts_[static_cast<std::size_t>(most)].next(0);
         spend_lowest(fullest, count - taken_.size());
-        file(fullest);
+        if (single) shared_ = fullest;
       } else {
         const BlockId id = cached_.pop_front();
         --at(extent_of(id)).free;
@@ -312,16 +341,28 @@ class ExtentList {
         taken_.push_back(id);
       }
     }
-    if (single && fullest != kEnd) shared_ = fullest;
-    if (single && !opened_.empty()) shared_ = opened_.front();
+  }
+
+  // The lowest spendable ids, then the cached ones, longest free first; ascending.
+  void choose_singles(std::size_t count) {
+    for (BlockId id = spendable_.next(0); id != kEnd && taken_.size() < count;
+         id = spendable_.next(id + 1)) {
+      spend(id);
+      taken_.push_back(id);
+    }
+    while (taken_.size() < count) {
+      const BlockId id = cached_.pop_front();
+      PYBLOCKPOOL_PREFETCH(cached_.payload(id));
+      taken_.push_back(id);
+    }
+    sort(taken_);
   }
 
   void grow_after(BlockId after, std::size_t count) {
     const BlockId k = extent_of(after);
+    const BlockId stop = end_of(k);
     BlockId end = after + 1;
-    while (end < end_of(k) && taken_.size() < count && spendable_.test(end)) {
-      taken_.push_back(end++);
-    }
+    while (end < stop && taken_.size() < count && cached_.is_aside(end)) taken_.push_back(end++);
     if (taken_.empty()) return;
     unfile(k);
     for (const BlockId id : taken_) spend(id);
@@ -329,10 +370,11 @@ class ExtentList {
     file(k);
   }
 
-  // Takes up to `more`+1 whole extents out of their indexes, into opened_, ascending, and gives up
-  // what is cached in them, longest whole first.
+  // Takes up to `more`+1 whole extents out of their indexes, into opened_, ascending. What is
+  // cached in them is given up, longest whole first: it is in the list no more.
   void open(std::size_t more) {
     const std::size_t wanted = more + 1;
+    opened_.clear();
     while (clean_.count() > 0 && opened_.size() < wanted) {
       const auto [length, first] = best_run(static_cast<BlockId>(wanted - opened_.size()));
       for (BlockId k = first; k < first + length && opened_.size() < wanted; ++k) {
@@ -341,26 +383,47 @@ class ExtentList {
         opened_.push_back(k);
       }
     }
-    while (opened_.size() < wanted && aged() > 0) {
-      const BlockId k = size_ == 1 ? cached_.front() : aged_.pop_front();
-      doom(k);
+    while (aged_.size() > 0 && opened_.size() < wanted) {
+      const BlockId k = aged_.pop_front();
+      // The last of a chain first.
+      for (BlockId id = end_of(k), left = at(k).cached; left > 0;) {
+        --id;
+        if (cached_.is_aside(id)) continue;
+        early_evictions_ += cached_.front() != id ? 1 : 0;
+        cached_.remove(id);
+        --left;
+      }
       opened_.push_back(k);
     }
-    if (!std::is_sorted(opened_.begin(), opened_.end())) sort_opened();
+    sort(opened_);
   }
 
-  // By way of a bitmap: there may be thousands, far apart.
-  void sort_opened() {
-    for (const BlockId k : opened_) scratch_.set(k);
-    BlockId k = 0;
-    for (BlockId& opened : opened_) {
-      opened = k = scratch_.next(k);
-      scratch_.reset(k);
+  // Takes the first `most` ids of an opened extent; the rest of it is spendable.
+  void move_in(BlockId k, std::size_t most) {
+    const BlockId first = k << shift_;
+    const auto count = static_cast<BlockId>(std::min(most, static_cast<std::size_t>(size_)));
+    for (BlockId id = first; id < first + count; ++id) {
+      if (cached_.is_aside(id)) spend(id);
+      PYBLOCKPOOL_PREFETCH(cached_.payload(id));
+      taken_.push_back(id);
     }
+    for (BlockId id = first + count; id < first + size_; ++id) {
+      if (!cached_.is_aside(id)) give(id);
+    }
+    at(k) = Extent{static_cast<std::int16_t>(size_ - count), 0};
+    file(k);
+  }
+
+  // Ascending, by way of a bitmap: there may be thousands, far apart.
+  void sort(std::vector<BlockId>& numbers) {
+    if (std::is_sorted(numbers.begin(), numbers.end())) return;
+    for (const BlockId number : numbers) scratch_.set(number);
+    auto next = numbers.begin();
+    scratch_.drain([&next](BlockId number) { *next++ = number; });
   }
 
   // Length and first extent of the run of clean extents to use for `wanted`: the shortest that
-  // holds them all, else the longest; the lowest of several. With extents of one block, the lowest.
+  // holds them all, else the longest; the lowest of several.
   std::pair<BlockId, BlockId> best_run(BlockId wanted) const {
     std::pair<BlockId, BlockId> best{0, kEnd};
     for (BlockId k = clean_.next(0); k != kEnd;) {
@@ -369,7 +432,7 @@ class ExtentList {
       const bool better =
           best.first < wanted ? length > best.first : length >= wanted && length < best.first;
       if (better) best = {length, k};
-      if (size_ == 1 || length == wanted) break;
+      if (length == wanted) break;
       k = clean_.next(end);
     }
     return best;
@@ -382,7 +445,7 @@ class ExtentList {
       runs.emplace_back(end - k, k);
       k = clean_.next(end);
     }
-    if (size_ > 1) std::sort(runs.begin(), runs.end());
+    std::sort(runs.begin(), runs.end());
     return runs;
   }
 
@@ -391,38 +454,29 @@ class ExtentList {
     return end == kEnd ? static_cast<BlockId>(extents_.size()) : end;
   }
 
-  // Gives up the cached ids of an extent that is in no index, the last of a chain first.
-  void doom(BlockId k) {
-    for (BlockId id = end_of(k); at(k).cached > 0;) {
-      --id;
-      if (cached_.is_aside(id)) continue;
-      early_evictions_ += cached_.front() != id ? 1 : 0;
-      spare(id);
-    }
-  }
-
-  // A cached id of an extent that is in no index becomes spendable.
-  void spare(BlockId id) {
-    cached_.remove(id);
-    cached_.set_aside(id);
-    spendable_.set(id);
-    --at(extent_of(id)).cached;
-  }
-
-  // Takes up to `most` spendable ids of an extent that is in no index.
+  // Takes up to `most` spendable ids of an extent that is not whole.
   void spend_lowest(BlockId k, std::size_t most) {
     const BlockId end = end_of(k);
-    for (BlockId id = spendable_.next(k << shift_); id != kEnd && id < end && most > 0; --most) {
+    BlockId id = spendable_.next(k << shift_);
+    if (id == kEnd || id >= end) return;
+    unfile(k);
+    for (; id != kEnd && id < end && most > 0; --most) {
       spend(id);
       --at(k).free;
       taken_.push_back(id);
       id = spendable_.next(id + 1);
     }
+    file(k);
   }
 
   void spend(BlockId id) {
     spendable_.reset(id);
     cached_.take_back(id);
+  }
+
+  void give(BlockId id) {
+    cached_.set_aside(id);
+    spendable_.set(id);
   }
 
   void append_spendable(BlockId k, std::vector<BlockId>& ids) const {

@@ -5,6 +5,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <vector>
 
 #include "require.hpp"
 
@@ -53,8 +54,10 @@ void random_program(unsigned seed, std::size_t capacity) {
     }
     require_same(bitmap, expected, after);
   }
-  for (const BlockId id : expected) bitmap.reset(id);
-  require_same(bitmap, {}, "emptied");
+  std::vector<BlockId> drained;
+  bitmap.drain([&drained](BlockId id) { drained.push_back(id); });
+  require(drained == std::vector<BlockId>(expected.begin(), expected.end()), "drained");
+  require_same(bitmap, {}, "drained");
 }
 
 }  // namespace
