@@ -44,14 +44,13 @@ def register() -> None:
     with _lock:
         if _active is None:
             if settings.queue is not None:
-                _active = _Active(settings, _switch_on(settings.queue))
+                _active = _Active(settings, _switch_on(settings))
         elif settings != _active.settings:
             from pyblockpool.errors import ConflictError
 
             raise ConflictError(
-                f"{QUEUE_VARIABLE} has changed from {_active.settings.queue!r} to "
-                f"{settings.queue!r} in a process in which pyblockpool is active: set it before "
-                "vLLM starts"
+                f"{QUEUE_VARIABLE} has changed from '{_active.settings}' to '{settings}' in a "
+                "process in which pyblockpool is active: set it before vLLM starts"
             )
 
 
@@ -70,39 +69,46 @@ def restore() -> None:
             _active = None
 
 
-def _switch_on(queue: str) -> Applied:
+def _switch_on(settings: Settings) -> Applied:
     from pyblockpool import __version__
     from pyblockpool.errors import ConflictError, UnsupportedVLLMError
     from pyblockpool.plugin import patches, proof, surface
 
-    troubles = [finding for finding in surface.probe(queue) if finding.error]
+    troubles = [finding for finding in surface.probe(settings) if finding.error]
     if troubles:
         # Who has to act is more to the point than what is missing because of it.
         conflict = any(finding.error is ConflictError for finding in troubles)
         raise (ConflictError if conflict else UnsupportedVLLMError)(
-            f"{QUEUE_VARIABLE}={queue} cannot be done here: "
+            f"{QUEUE_VARIABLE}={settings} cannot be done here: "
             + "; ".join(finding.sentence for finding in troubles)
         )
     try:
-        expected = proof.trace_of_a_pool()
+        expected = proof.expected_trace(settings)
     except Exception as error:
         raise UnsupportedVLLMError(
-            f"{QUEUE_VARIABLE}={queue} cannot be done here: a BlockPool of vLLM "
+            f"{QUEUE_VARIABLE}={settings} cannot be done here: a BlockPool of vLLM "
             f"{surface.vllm_version()} cannot be tried out ({type(error).__name__}: {error}); "
             "install a pyblockpool made for it"
         ) from error
-    applied = patches.Applied(patches.PATCHES[queue])
-    if trouble := proof.counterexample(expected, native=queue == "native"):
+    applied = patches.Applied(patches.patches(settings))
+    if trouble := proof.counterexample(settings, expected):
         left = applied.roll_back()
-        raise UnsupportedVLLMError(f"{QUEUE_VARIABLE}={queue} was taken back: {trouble}{left}")
+        raise UnsupportedVLLMError(f"{QUEUE_VARIABLE}={settings} was taken back: {trouble}{left}")
 
     surface.log().info(
         "pyblockpool %s: %s, vLLM %s, pid %d",
         __version__,
-        "native free-block queue, policy lru"
-        if queue == "native"
-        else "vLLM's free-block queue with the order reset",
+        _description(settings),
         surface.vllm_version(),
         os.getpid(),
     )
     return applied
+
+
+def _description(settings: Settings) -> str:
+    if settings.queue == "python":
+        return "vLLM's free-block queue with the order reset"
+    extents = ""
+    if settings.policy == "extent":
+        extents = f" over extents of {f'{settings.size} blocks' if settings.size else '128 tokens'}"
+    return f"native free-block queue, policy {settings.policy}{extents}"

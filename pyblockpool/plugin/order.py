@@ -56,7 +56,7 @@ def _put_in_order(pool: Any) -> None:
 
 def order_by_id(queue: Any) -> None:
     """Ascending block ids, in a native queue or in any other that has vLLM's methods."""
-    if _is_native(queue):
+    if is_native(queue):
         queue.reorder()
         return
     blocks = sorted(queue.get_all_free_blocks(), key=attrgetter("block_id"))
@@ -74,14 +74,17 @@ def pool_stats(pool: Any) -> dict[str, Any]:
     breaks = [at for at, (a, b) in enumerate(pairwise(free), 1) if b.block_id != a.block_id + 1]
     edges = [0, *breaks, len(free)] if free else [0]
     own_class = import_module(KV_CACHE_UTILS).FreeKVCacheBlockQueue
-    if _is_native(queue):
-        implementation, policy = "native", queue.stats()["policy"]
+    if is_native(queue):
+        of_queue = queue.stats()
+        implementation = "native"
     else:
+        of_queue = {"policy": "lru"}
         implementation = "vllm" if type(queue) is own_class else name_of(type(queue))
-        policy = "lru"
+    of_extents = ("size", "clean", "aged", "early_evictions", "shortages")
     return {
         "implementation": implementation,
-        "policy": policy,
+        "policy": of_queue["policy"],
+        **{name: of_queue[name] for name in of_extents if name in of_queue},
         "num_blocks": pool.num_gpu_blocks,
         "in_use": blocks_in_use(pool),
         "free": len(free),
@@ -91,7 +94,7 @@ def pool_stats(pool: Any) -> dict[str, Any]:
     }
 
 
-def _is_native(queue: Any) -> bool:
+def is_native(queue: Any) -> bool:
     # Under VLLM_BLOCK_QUEUE=python the compiled module is not needed, and so not imported.
     compiled = sys.modules.get("pyblockpool._queue")
     return compiled is not None and isinstance(queue, compiled.FreeBlockQueue)

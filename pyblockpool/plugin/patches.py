@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -12,9 +12,10 @@ from typing import Any
 
 from pyblockpool.errors import ConflictError
 from pyblockpool.plugin import surface
+from pyblockpool.plugin.placement import QueueMaker, grow_in_place
 from pyblockpool.plugin.reset import DOCS, LAYERS, Layer
 from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS, name_of
-from pyblockpool.settings import QUEUE_VARIABLE
+from pyblockpool.settings import QUEUE_VARIABLE, Settings
 
 RFC = "https://github.com/vllm-project/vllm/issues/40244"
 
@@ -119,12 +120,13 @@ def _serve_links() -> Undo:
     return Undo(act=lambda: withdraw_links(block_class), obstacle=obstacle)
 
 
-def _swap_queue() -> Undo:
+def _swap_queue(queue: Any) -> Undo:
+    """Put something that makes native queues in the place of vLLM's class."""
     from pyblockpool import FreeBlockQueue
 
     module: Any = import_module(BLOCK_POOL)
     original = module.FreeKVCacheBlockQueue
-    if original is FreeBlockQueue:
+    if original is FreeBlockQueue or isinstance(original, QueueMaker):
         raise ConflictError(
             f"{BLOCK_POOL}.FreeKVCacheBlockQueue is native already, but not by this copy of the "
             "plugin: load it once"
@@ -132,7 +134,7 @@ def _swap_queue() -> Undo:
 
     def obstacle() -> Exception | None:
         now = module.FreeKVCacheBlockQueue
-        if now is not FreeBlockQueue:
+        if now is not queue:
             return ConflictError(
                 f"{BLOCK_POOL}.FreeKVCacheBlockQueue has been replaced again, by "
                 f"{name_of(now)}: take that back first"
@@ -142,8 +144,26 @@ def _swap_queue() -> Undo:
     def undo() -> None:
         module.FreeKVCacheBlockQueue = original
 
-    module.FreeKVCacheBlockQueue = FreeBlockQueue
+    module.FreeKVCacheBlockQueue = queue
     return Undo(act=undo, obstacle=obstacle)
+
+
+def _wrap(cls: Any, name: str, wrapper: Callable[[Any], Any]) -> Undo:
+    """Replace a method that a class defines by a wrapper of it."""
+    original = vars(cls)[name]
+    wrapped = wrapper(original)
+
+    def obstacle() -> Exception | None:
+        now = vars(cls).get(name)
+        if now is not wrapped:
+            return ConflictError(
+                f"{name_of(cls)}.{name} has been replaced again, by {name_of(now)}: take that "
+                "back first"
+            )
+        return None
+
+    setattr(cls, name, wrapped)
+    return Undo(act=lambda: setattr(cls, name, original), obstacle=obstacle)
 
 
 def _extend(layer: Layer) -> Undo:
@@ -201,14 +221,6 @@ SERVE_LINKS = Patch(
     upstream=RFC,
     retire_when="nothing in vLLM, its tests or its connectors reads the links of a block",
 )
-SWAP_QUEUE = Patch(
-    target=f"{BLOCK_POOL}:FreeKVCacheBlockQueue",
-    apply=_swap_queue,
-    why="BlockPool.__init__ looks the name up here, so each pool built from now on is native",
-    upstream=RFC,
-    retire_when="BlockPool takes the class of its queue as an argument",
-)
-
 RESETS = tuple(
     Patch(
         target=f"{layer.module}:{layer.cls}.{', '.join([*layer.adds, *layer.wraps])}",
@@ -220,7 +232,51 @@ RESETS = tuple(
     for layer in LAYERS
 )
 
-PATCHES: dict[str, tuple[Patch, ...]] = {
-    "python": (ACCEPT_VARIABLE, *RESETS),
-    "native": (ACCEPT_VARIABLE, SWAP_QUEUE, SERVE_LINKS, *RESETS),
-}
+
+def patches(settings: Settings) -> tuple[Patch, ...]:
+    """What a value of the variable changes, in the order in which it is applied."""
+    if settings.queue == "python":
+        return (ACCEPT_VARIABLE, *RESETS)
+
+    from pyblockpool import FreeBlockQueue
+
+    native = (ACCEPT_VARIABLE, SERVE_LINKS, *RESETS)
+    if settings.policy == "lru":
+        return (_swap(FreeBlockQueue), *native)
+    maker = QueueMaker(settings, FreeBlockQueue)
+    if settings.policy == "sorted":
+        return (_swap(maker), *native)
+    return (_swap(maker), _resolve_size(maker), *_grow(), *native)
+
+
+def _swap(queue: Any) -> Patch:
+    return Patch(
+        target=f"{BLOCK_POOL}:FreeKVCacheBlockQueue",
+        apply=partial(_swap_queue, queue),
+        why="BlockPool.__init__ looks the name up here, so each pool built from now on is native",
+        upstream=RFC,
+        retire_when="BlockPool takes the class of its queue as an argument",
+    )
+
+
+def _resolve_size(maker: QueueMaker) -> Patch:
+    coordinator = import_module(surface.COORDINATOR).KVCacheCoordinator
+    return Patch(
+        target=f"{surface.COORDINATOR}:KVCacheCoordinator.__init__",
+        apply=partial(_wrap, coordinator, "__init__", maker.while_building),
+        why="an extent is 128 tokens, and the block size is known only when the pool is built",
+        upstream=RFC,
+        retire_when="BlockPool knows the size of its blocks in tokens",
+    )
+
+
+def _grow() -> Iterator[Patch]:
+    base = import_module(surface.MANAGERS).SingleTypeKVCacheManager
+    for cls, name in surface.allocators(base):
+        yield Patch(
+            target=f"{surface.MANAGERS}:{cls.__qualname__}.{name}",
+            apply=partial(_wrap, cls, name, grow_in_place),
+            why="the queue has to know the last block of a request to take the next one beside it",
+            upstream=RFC,
+            retire_when="BlockPool.get_new_blocks takes the last block of the request",
+        )

@@ -6,9 +6,13 @@ from __future__ import annotations
 
 import inspect
 from importlib import import_module
+from types import SimpleNamespace
 from typing import Any
 
+from pyblockpool import reference
+from pyblockpool.plugin.placement import QueueMaker
 from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS, vllm_version
+from pyblockpool.settings import Settings
 
 NUM_BLOCKS = 8
 
@@ -20,9 +24,24 @@ def _pool() -> Any:
     return pool_class(**{name: value for name, value in arguments.items() if name in known})
 
 
-def trace_of_a_pool(pool: Any = None) -> list[list[int]]:
+def expected_trace(settings: Settings) -> list[list[int]]:
+    """What a pool has to do: what one of vLLM's own does, or one on the specification of a policy.
+
+    Taken before the patches.
+    """
+    if settings.policy == "lru":
+        return trace_of_a_pool(_pool())
+    module: Any = import_module(BLOCK_POOL)
+    original = module.FreeKVCacheBlockQueue
+    module.FreeKVCacheBlockQueue = QueueMaker(settings, reference.FreeBlockQueue)
+    try:
+        return trace_of_a_pool(_pool())
+    finally:
+        module.FreeKVCacheBlockQueue = original
+
+
+def trace_of_a_pool(pool: Any) -> list[list[int]]:
     """Block ids in a short life of a pool: what it hands out, and its order after each step."""
-    pool = pool or _pool()
     queue = pool.free_block_queue
     trace: list[list[int]] = [[pool.null_block.block_id]]
 
@@ -62,16 +81,17 @@ def trace_of_a_pool(pool: Any = None) -> list[list[int]]:
     return trace
 
 
-def counterexample(expected: list[list[int]], native: bool) -> str:
+def counterexample(settings: Settings, expected: list[list[int]]) -> str:
     """Why a new pool is not what it should be, as a sentence; "" if it is.
 
     Returns rather than raises, as a traceback would keep the pool of the proof alive and with it
     the native queue that stands in the way of taking the patches back.
 
     Args:
-        expected: `trace_of_a_pool()` before the patches.
-        native: whether the queue of a new pool has to be ours.
+        settings: what was asked for.
+        expected: `expected_trace()`.
     """
+    native = settings.queue == "native"
     try:
         pool = _pool()
         queue: Any = pool.free_block_queue
@@ -94,9 +114,19 @@ def counterexample(expected: list[list[int]], native: bool) -> str:
             f"a pool of {NUM_BLOCKS} blocks on vLLM {vllm_version()} handed out {trace} and not "
             f"{expected} as before{'; ' + broken if broken else ''}"
         )
-    if not done or order != list(range(1, NUM_BLOCKS)):
+    if not done or order != _canonical_order(settings):
         return (
             f"a reset of the order of a pool of {NUM_BLOCKS} blocks on vLLM {vllm_version()} "
             f"returned {done} and left the order {order}"
         )
     return ""
+
+
+def _canonical_order(settings: Settings) -> list[int]:
+    """Of all blocks but the null block: ascending, but under ``extent`` whole extents go first."""
+    blocks = [
+        SimpleNamespace(block_id=block_id, prev_free_block=None, next_free_block=None)
+        for block_id in range(1, NUM_BLOCKS)
+    ]
+    queue = QueueMaker(settings, reference.FreeBlockQueue)(blocks)
+    return [block.block_id for block in queue.get_all_free_blocks()]

@@ -28,7 +28,7 @@ from pyblockpool.plugin.clients import (
     end_turns,
     in_turn,
 )
-from pyblockpool.plugin.order import pool_stats, reset_order
+from pyblockpool.plugin.order import is_native, pool_stats, reset_order
 from pyblockpool.plugin.surface import RESET_ORDER, RESET_PREFIX_CACHE, STATS, name_of
 
 # The docstrings that users of vLLM's classes see.
@@ -61,6 +61,10 @@ Returns:
     ``free``: blocks queued. ``unhashed``: free blocks without a prefix-cache hash. ``runs``:
     stretches of the queue, in its order, in which each id is the one before it plus 1.
     ``longest_run``: blocks in the longest of them. ``other_pools``: the same of further pools.
+    Under the policies sorted and extent also ``size``: blocks in an extent. ``clean``, ``aged``:
+    extents that are free as a whole, without and with cached blocks. ``early_evictions``: cached
+    blocks that were given up for their neighbours while older ones stayed. ``shortages``: calls
+    that found too few whole extents.
 
 Raises:
     As `reset_free_block_queue_order()`.
@@ -165,8 +169,20 @@ def _stats_of_core(self: Any) -> dict[str, Any]:
     return {"pid": os.getpid()} | (own() if own else _stats_of_scheduler(self.scheduler))
 
 
+def _then_reorder_pool(original: Method) -> Method:
+    """For the pool, whose queue reads no hashes: it is told when all of them are gone."""
+
+    def reset_prefix_cache(self: Any, reorder_free_queue: bool = False) -> bool:
+        done: bool = original(self)
+        if done and is_native(self.free_block_queue):
+            self.free_block_queue.forget_hashes()
+        return done and self.reset_free_block_queue_order() if reorder_free_queue else done
+
+    return reset_prefix_cache
+
+
 def _then_reorder_pools(original: Method) -> Method:
-    """For the layers whose reset takes no arguments."""
+    """For the layers above it whose reset takes no arguments."""
 
     def reset_prefix_cache(self: Any, reorder_free_queue: bool = False) -> bool:
         done: bool = original(self)
@@ -297,7 +313,7 @@ LAYERS = (
             RESET_ORDER: lambda self: _reset_order_of([self]),
             STATS: lambda self: _stats_of([self]),
         },
-        wraps={RESET_PREFIX_CACHE: _then_reorder_pools},
+        wraps={RESET_PREFIX_CACHE: _then_reorder_pool},
     ),
     Layer(
         surface.COORDINATOR,

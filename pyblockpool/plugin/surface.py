@@ -13,6 +13,7 @@ from importlib import import_module
 from typing import Any
 
 from pyblockpool.errors import BlockQueueError, ConflictError, UnsupportedVLLMError
+from pyblockpool.settings import Settings
 
 OLDEST = "0.13.0"
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
@@ -26,6 +27,9 @@ CORE_CLIENT = "vllm.v1.engine.core_client"
 LLM_ENGINE = "vllm.v1.engine.llm_engine"
 ASYNC_LLM = "vllm.v1.engine.async_llm"
 LLM = "vllm.entrypoints.llm"
+MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+# The methods of vLLM's managers that allocate blocks for a request.
+ALLOCATE = ("allocate_new_blocks", "allocate_external_computed_blocks")
 
 # Methods of vLLM's queue and their parameters behind `self`; those that came after OLDEST.
 QUEUE_METHODS: dict[str, tuple[str, ...]] = {
@@ -106,13 +110,13 @@ def vllm_version() -> str:
     return str(import_module("vllm").__version__)
 
 
-def probe(queue: str = "native") -> list[Finding]:
+def probe(settings: Settings) -> list[Finding]:
     """Hold the installed vLLM against what a value of the variable needs; changes nothing.
 
     Imports vLLM, and for ``native`` the compiled module: NotCompiledError if that does not load.
     """
     findings: list[Finding] = []
-    for check in CHECKS[queue]:
+    for check in checks(settings):
         try:
             findings.extend(check())
         except BlockQueueError:
@@ -263,6 +267,50 @@ def _the_chain() -> Iterator[Finding]:
         yield Finding("the order reset can be passed through every layer of the engine")
 
 
+def _the_classes() -> Iterator[Finding]:
+    """Whether whoever frees a block says if it has a hash: the policies go by that."""
+    release = inspect.unwrap(import_module(BLOCK_POOL).BlockPool.free_blocks)
+    if {"prepend_n", "append_n"} <= set(release.__code__.co_names):
+        yield Finding("BlockPool.free_blocks() tells blocks with a hash from those without")
+    else:
+        yield Finding(
+            f"BlockPool.free_blocks() of vLLM {vllm_version()} does not tell blocks with a hash "
+            "from those without, which placement needs; install vLLM 0.24.0 or later, or use the "
+            "policy lru",
+            UnsupportedVLLMError,
+        )
+
+
+def _the_managers() -> Iterator[Finding]:
+    base = import_module(MANAGERS).SingleTypeKVCacheManager
+    wrong = [
+        f"{cls.__name__}.{name}()"
+        for cls, name in allocators(base)
+        if list(inspect.signature(vars(cls)[name]).parameters)[:2] != ["self", "request_id"]
+    ]
+    coordinator = inspect.signature(import_module(COORDINATOR).KVCacheCoordinator.__init__)
+    if list(coordinator.parameters)[1] != "kv_cache_config":
+        wrong.append("KVCacheCoordinator.__init__()")
+    if wrong or "allocate_new_blocks" not in vars(base):
+        yield Finding(
+            f"vLLM {vllm_version()} allocates the blocks of a request in an unknown way "
+            f"({', '.join(wrong) or 'no allocate_new_blocks()'}), so that growth in place cannot "
+            "be asked for. Install a pyblockpool made for this vLLM, or use another policy",
+            UnsupportedVLLMError,
+        )
+    else:
+        yield Finding("the managers of KV-cache groups allocate the blocks of a request as known")
+
+
+def allocators(base: Any) -> Iterator[tuple[Any, str]]:
+    """(class, method) of a manager class and of all that derive from it, as far as they have it."""
+    for name in ALLOCATE:
+        if name in vars(base):
+            yield base, name
+    for derived in base.__subclasses__():
+        yield from allocators(derived)
+
+
 def _parameters(method: Any) -> tuple[str, ...]:
     """Names behind `self`; ("*args", "**kwargs") for a method that takes anything."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
@@ -285,8 +333,10 @@ def name_of(thing: Any) -> str:
     return f"{thing.__module__}.{name}" if name else repr(thing)
 
 
-# What each value of the variable stands on.
-CHECKS: dict[str, tuple[Callable[[], Iterator[Finding]], ...]] = {
-    "python": (_the_pool, _the_chain),
-    "native": (_the_pool, _the_queue, _the_blocks, _the_chain),
-}
+def checks(settings: Settings) -> tuple[Callable[[], Iterator[Finding]], ...]:
+    """What a value of the variable stands on."""
+    if settings.queue == "python":
+        return (_the_pool, _the_chain)
+    native = (_the_pool, _the_queue, _the_blocks, _the_chain)
+    placed = {"lru": (), "sorted": (_the_classes,), "extent": (_the_classes, _the_managers)}
+    return native + placed[settings.policy]

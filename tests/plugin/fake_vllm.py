@@ -65,7 +65,10 @@ class BlockPool:
         return self.free_block_queue.popleft_n(num_blocks)
 
     def free_blocks(self, ordered_blocks):
-        self.free_block_queue.append_n(list(ordered_blocks))
+        blocks = list(ordered_blocks)
+        if hasattr(self.free_block_queue, "prepend_n"):
+            self.free_block_queue.prepend_n([])
+        self.free_block_queue.append_n(blocks)
 
     def touch(self, blocks): ...
     def evict_blocks(self, block_ids): ...
@@ -81,8 +84,8 @@ from types import SimpleNamespace
 from vllm.v1.core.block_pool import BlockPool
 
 class KVCacheCoordinator:
-    def __init__(self, num_gpu_blocks):
-        self.block_pool = BlockPool(num_gpu_blocks, True, 16)
+    def __init__(self, kv_cache_config):
+        self.block_pool = BlockPool(kv_cache_config.num_blocks, True, 16)
         self.single_type_managers = (SimpleNamespace(block_pool=self.block_pool),) * 2
 
     def reset_prefix_cache(self):
@@ -90,14 +93,40 @@ class KVCacheCoordinator:
 """
 
 KV_CACHE_MANAGER = """
+from types import SimpleNamespace
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 class KVCacheManager:
-    def __init__(self, num_gpu_blocks):
-        self.coordinator = KVCacheCoordinator(num_gpu_blocks)
+    def __init__(self, num_gpu_blocks, *block_sizes):
+        groups = [
+            SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in block_sizes
+        ]
+        config = SimpleNamespace(num_blocks=num_gpu_blocks, kv_cache_groups=groups)
+        self.coordinator = KVCacheCoordinator(config)
 
     def reset_prefix_cache(self):
         return self.coordinator.reset_prefix_cache()
+"""
+
+MANAGERS = """
+class SingleTypeKVCacheManager:
+    def __init__(self, block_pool):
+        self.block_pool = block_pool
+        self.req_to_blocks = {}
+
+    def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
+        blocks = self.block_pool.get_new_blocks(num_tokens)
+        self.req_to_blocks.setdefault(request_id, []).extend(blocks)
+        for block in blocks:
+            block.ref_cnt += 1
+        return blocks
+
+    def allocate_external_computed_blocks(self, request_id, local, external):
+        self.allocate_new_blocks(request_id, external, external)
+
+class SlidingWindowManager(SingleTypeKVCacheManager):
+    def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
+        return super().allocate_new_blocks(request_id, num_tokens, num_tokens_main_model)
 """
 
 SCHEDULER_INTERFACE = """
@@ -237,6 +266,7 @@ SOURCES = {
     "vllm.v1.core.block_pool": BLOCK_POOL,
     "vllm.v1.core.kv_cache_coordinator": COORDINATOR,
     "vllm.v1.core.kv_cache_manager": KV_CACHE_MANAGER,
+    "vllm.v1.core.single_type_kv_cache_manager": MANAGERS,
     "vllm.v1.core.sched.interface": SCHEDULER_INTERFACE,
     "vllm.v1.core.sched.scheduler": SCHEDULER,
     "vllm.v1.engine.core": CORE,

@@ -31,15 +31,40 @@ def host(monkeypatch: pytest.MonkeyPatch) -> FakeVLLM:
     return FakeVLLM(monkeypatch)
 
 
-@pytest.mark.parametrize("value", [None, "python", "native"])
-def test_allowed_values(value: str | None) -> None:
-    environ = {} if value is None else {QUEUE_VARIABLE: value}
-    assert Settings.from_environ(environ).queue == value
+VALUES = {
+    "python": Settings("python"),
+    "native": Settings("native"),
+    "native:sorted": Settings("native", "sorted"),
+    "native:extent": Settings("native", "extent"),
+    "native:extent,size=1": Settings("native", "extent", 1),
+    "native:extent,size=4096": Settings("native", "extent", 4096),
+}
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_allowed_values(value: str) -> None:
+    assert Settings.from_environ({QUEUE_VARIABLE: value}) == VALUES[value]
+    assert str(VALUES[value]) == value
+
+
+def test_no_value() -> None:
+    assert Settings.from_environ({}) == Settings(None)
 
 
 @pytest.mark.parametrize(
     "value",
-    ["", " ", "nativ", "Native", " native", "native ", "native:", "native:sorted", "native,", "1"],
+    [
+        *["", " ", "nativ", "Native", " native", "native ", "native:", "native,", "1"],
+        *["native:lru", "native:sorted,size=8", "native:extent,", "native:extent,size="],
+        *["native:extent,size=3", "native:extent,size=0", "native:extent,size=8192"],
+        *["native:extent,size=08", "native:extent,size=8 ", "native:extent, size=8"],
+        *[
+            "native:extent,size=-8",
+            "native:extent,size=8,size=8",
+            "python:sorted",
+            "native:extent,8",
+        ],
+    ],
 )
 def test_any_other_value_stops_start_up(
     host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, value: str
@@ -265,9 +290,9 @@ BENT: dict[str, tuple[list[tuple[str, str]], type[BlockQueueError], list[str]]] 
     "pool that depends on the class of its queue": (
         [
             (
-                "self.free_block_queue.append_n(list(ordered_blocks))",
-                "b = list(ordered_blocks); q = self.free_block_queue; "
-                "q.append_n(b if hasattr(q, '__dict__') else b[::-1])",
+                "self.free_block_queue.append_n(blocks)",
+                "q = self.free_block_queue; "
+                "q.append_n(blocks if hasattr(q, '__dict__') else blocks[::-1])",
             )
         ],
         UnsupportedVLLMError,
@@ -300,7 +325,8 @@ def test_a_patch_that_fails_takes_the_others_back(
         raise OSError("no more")
 
     broken = patches.Patch("vllm:nothing", fail, "a test", "", "")
-    monkeypatch.setitem(patches.PATCHES, "native", (*patches.PATCHES["native"], broken))
+    all_of_them = patches.patches
+    monkeypatch.setattr(patches, "patches", lambda settings: (*all_of_them(settings), broken))
     monkeypatch.setenv(QUEUE_VARIABLE, "native")
     before = host.snapshot()
     with pytest.raises(OSError, match="no more"):
@@ -389,9 +415,9 @@ def test_a_missing_extension_stops_start_up(
     assert host.snapshot() == before
 
 
-@pytest.mark.parametrize("queue", sorted(patches.PATCHES))
-def test_each_patch_says_why_and_until_when(queue: str) -> None:
-    for patch in patches.PATCHES[queue]:
+@pytest.mark.parametrize("value", VALUES)
+def test_each_patch_says_why_and_until_when(host: FakeVLLM, value: str) -> None:
+    for patch in patches.patches(VALUES[value]):
         assert patch.target.startswith("vllm.")
         assert patch.upstream.startswith("https://github.com/vllm-project/vllm/")
         assert min(len(patch.why), len(patch.retire_when)) > 20

@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 from implementations import HAS_VLLM
-from pools import free, give_hash, order, pool
+from pools import free, give_hash, order, pool, splits_by_hash
 
 from pyblockpool import FreeBlockQueue
 from pyblockpool.plugin import entry, surface
-from pyblockpool.settings import QUEUE_VARIABLE
+from pyblockpool.settings import QUEUE_VARIABLE, Settings
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 
@@ -28,9 +28,13 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
     entry.register()
 
 
-def test_probe_finds_all_that_is_needed() -> None:
-    findings = surface.probe()
-    assert len(findings) == len(surface.CHECKS["native"])
+@pytest.mark.parametrize("policy", ["lru", "sorted", "extent"])
+def test_probe_finds_all_that_is_needed(policy: str) -> None:
+    if policy != "lru" and not splits_by_hash():
+        pytest.skip("placement needs vLLM 0.24.0 or later")
+    settings = Settings("native", policy)
+    findings = surface.probe(settings)
+    assert len(findings) == len(surface.checks(settings))
     assert [finding.sentence for finding in findings if finding.error] == []
 
 

@@ -1,0 +1,95 @@
+"""What the placement policies need of vLLM beside the queue itself.
+
+- the size of an extent: 128 tokens, whatever block size the engine has resolved;
+- where a request grows: the block behind which its next ones are wanted.
+
+That all hashes are gone, `reset.py` tells the queue.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from pyblockpool.plugin.order import is_native
+from pyblockpool.settings import Settings
+
+Method = Callable[..., Any]
+
+# The largest KV tile of the attention kernels that tile the physical cache (FlexAttention's).
+TILE_TOKENS = 128
+
+
+class QueueMaker:
+    """Stands where vLLM looks up the class of its queue: ``maker(blocks)`` is a native queue.
+
+    Args:
+        settings: policy and size of the queues.
+        queue_class: `pyblockpool.FreeBlockQueue`, or its specification.
+    """
+
+    def __init__(self, settings: Settings, queue_class: Any) -> None:
+        self._settings = settings
+        self._queue_class = queue_class
+        # Of the coordinator that is being built; pools of no coordinator have 16-token blocks.
+        self._block_sizes: list[int] = [16]
+
+    def __call__(self, blocks: Any) -> Any:
+        size = self._settings.size or self._default_size()
+        return self._queue_class(blocks, policy=self._settings.policy, size=size)
+
+    def __repr__(self) -> str:
+        return f"<maker of queues for {self._settings}>"
+
+    def _default_size(self) -> int:
+        """Blocks that hold a tile, rounded down to a power of two; 1 if a block is larger.
+
+        KV-cache groups with several block sizes share one pool: the smallest block needs the
+        largest extent, and that holds whole tiles of the others too.
+        """
+        blocks = max(1, TILE_TOKENS // min(self._block_sizes))
+        return 1 << (blocks.bit_length() - 1)
+
+    def while_building(self, original: Method) -> Method:
+        """Wraps the constructor of vLLM's KVCacheCoordinator, which builds pools."""
+
+        @functools.wraps(original)
+        def __init__(coordinator: Any, *args: Any, **kwargs: Any) -> None:
+            before = self._block_sizes
+            config = kwargs["kv_cache_config"] if "kv_cache_config" in kwargs else args[0]
+            sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
+            self._block_sizes = sizes or before
+            try:
+                original(coordinator, *args, **kwargs)
+            finally:
+                self._block_sizes = before
+
+        return __init__
+
+
+def grow_in_place(original: Method) -> Method:
+    """Wraps a method ``(self, request_id, ...)`` of vLLM's managers that allocates blocks."""
+
+    @functools.wraps(original)
+    def allocate(self: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
+        table = self.req_to_blocks.get(request_id)
+        last = table[-1] if table else None
+        pool = self.block_pool
+        queue = pool.free_block_queue
+        if (
+            last is None
+            or last.is_null
+            or last.ref_cnt == 0  # given up already
+            or not is_native(queue)
+            or last.block_id >= len(pool.blocks)
+            or pool.blocks[last.block_id] is not last  # of another pool
+        ):
+            return original(self, request_id, *args, **kwargs)
+        queue.grow_after(last)
+        try:
+            return original(self, request_id, *args, **kwargs)
+        finally:
+            queue.grow_after(None)
+
+    return allocate
