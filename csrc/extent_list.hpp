@@ -67,8 +67,11 @@ class ExtentList {
   // Makes room to take `count` ids: take() then allocates nothing. Throws std::bad_alloc with
   // nothing changed.
   void reserve(std::size_t count) {
-    taken_.reserve(count);
-    opened_.reserve((count >> shift_) + 2);
+    if (size_ == 1) {
+      singles_.reserve(count);
+    } else {
+      opened_.reserve((count >> shift_) + 2);
+    }
   }
 
   // Takes `count` ids, which must be there, beside the id `after` unless that is kEnd: puts their
@@ -77,15 +80,15 @@ class ExtentList {
   template <class Visit>
   BlockId take(std::size_t count, BlockId after, void** out, Visit visit) {
     PYBLOCKPOOL_EXPECT(count > 0 && count <= size());
-    choose(count, after);
-    constexpr std::size_t kBehind = 16;
-    for (std::size_t i = 0; i < count; ++i) {
-      out[i] = cached_.payload(taken_[i]);
-      PYBLOCKPOOL_PREFETCH(out[i]);
-      if (i >= kBehind) visit(out[i - kBehind]);
+    ++version_;
+    Taken<Visit> taken{cached_, out, visit};
+    if (size_ == 1) {
+      take_singles(count, taken);
+    } else {
+      take_beside(count, after, taken);
     }
-    for (std::size_t i = count > kBehind ? count - kBehind : 0; i < count; ++i) visit(out[i]);
-    return taken_.back();
+    taken.finish();
+    return taken.last;
   }
 
   void remove(BlockId id) {
@@ -257,6 +260,32 @@ class ExtentList {
     std::int16_t cached;
   };
 
+  // What has been handed out in one call. The visits run a few steps behind, so that what a payload
+  // points to is loaded by then.
+  template <class Visit>
+  struct Taken {
+    static constexpr std::size_t kBehind = 16;
+
+    const FreeList& list;
+    void** out;
+    Visit& visit;
+    std::size_t count = 0;
+    BlockId last = kEnd;
+
+    void add(BlockId id) {
+      void* const payload = list.payload(id);
+      PYBLOCKPOOL_PREFETCH(payload);
+      out[count] = payload;
+      if (count >= kBehind) visit(out[count - kBehind]);
+      ++count;
+      last = id;
+    }
+
+    void finish() {
+      for (std::size_t i = count > kBehind ? count - kBehind : 0; i < count; ++i) visit(out[i]);
+    }
+  };
+
   BlockId extent_of(BlockId id) const { return id >> shift_; }
   BlockId end_of(BlockId k) const {
     return std::min((k + 1) << shift_, static_cast<BlockId>(cached_.capacity()));
@@ -311,62 +340,62 @@ class ExtentList {
     }
   }
 
-  // Chooses ids into taken_, which are free no more. See reference.ExtentOrder.take.
-  void choose(std::size_t count, BlockId after) {
-    ++version_;
-    taken_.clear();
-    if (size_ == 1) {
-      choose_singles(count);
-      return;
-    }
+  // See reference.ExtentOrder.take.
+  template <class Visit>
+  void take_beside(std::size_t count, BlockId after, Taken<Visit>& taken) {
     const bool single = count == 1 && after == kEnd;
-    if (single && shared_ != kEnd) spend_lowest(shared_, 1);
-    if (after != kEnd) grow_after(after, count);
-    if (taken_.size() == count) return;
-    open((count - taken_.size() - 1) >> shift_);
-    for (const BlockId k : opened_) move_in(k, count - taken_.size());
+    if (single && shared_ != kEnd) spend_lowest(shared_, 1, taken);
+    if (after != kEnd) grow_after(after, count, taken);
+    if (taken.count == count) return;
+    open((count - taken.count - 1) >> shift_);
+    for (const BlockId k : opened_) move_in(k, count - taken.count, taken);
     if (single && !opened_.empty()) shared_ = opened_.front();
-    if (taken_.size() == count) return;
+    if (taken.count == count) return;
     ++shortages_;
-    while (taken_.size() < count) {
+    while (taken.count < count) {
       const BlockId most = most_.highest();
       if (most != kEnd) {
         const BlockId fullest = parts_[static_cast<std::size_t>(most)].next(0);
-        spend_lowest(fullest, count - taken_.size());
+        spend_lowest(fullest, count - taken.count, taken);
         if (single) shared_ = fullest;
       } else {
         const BlockId id = cached_.pop_front();
         --at(extent_of(id)).free;
         --at(extent_of(id)).cached;
-        taken_.push_back(id);
+        taken.add(id);
       }
     }
   }
 
   // The lowest spendable ids, then the cached ones, longest free first; ascending.
-  void choose_singles(std::size_t count) {
-    for (BlockId id = spendable_.next(0); id != kEnd && taken_.size() < count;
+  template <class Visit>
+  void take_singles(std::size_t count, Taken<Visit>& taken) {
+    singles_.clear();
+    for (BlockId id = spendable_.next(0); id != kEnd && singles_.size() < count;
          id = spendable_.next(id + 1)) {
       spend(id);
-      taken_.push_back(id);
+      singles_.push_back(id);
     }
-    while (taken_.size() < count) {
+    while (singles_.size() < count) {
       const BlockId id = cached_.pop_front();
       PYBLOCKPOOL_PREFETCH(cached_.payload(id));
-      taken_.push_back(id);
+      singles_.push_back(id);
     }
-    sort(taken_);
+    sort(singles_);
+    for (const BlockId id : singles_) taken.add(id);
   }
 
-  void grow_after(BlockId after, std::size_t count) {
+  template <class Visit>
+  void grow_after(BlockId after, std::size_t count, Taken<Visit>& taken) {
     const BlockId k = extent_of(after);
     const BlockId stop = end_of(k);
-    BlockId end = after + 1;
-    while (end < stop && taken_.size() < count && cached_.is_aside(end)) taken_.push_back(end++);
-    if (taken_.empty()) return;
+    if (after + 1 >= stop || !cached_.is_aside(after + 1)) return;
     unfile(k);
-    for (const BlockId id : taken_) spend(id);
-    at(k).free = static_cast<std::int16_t>(at(k).free - static_cast<int>(taken_.size()));
+    for (BlockId id = after + 1; id < stop && taken.count < count && cached_.is_aside(id); ++id) {
+      spend(id);
+      --at(k).free;
+      taken.add(id);
+    }
     file(k);
   }
 
@@ -385,27 +414,35 @@ class ExtentList {
     }
     while (aged_.size() > 0 && opened_.size() < wanted) {
       const BlockId k = aged_.pop_front();
-      // The last of a chain first.
-      for (BlockId id = end_of(k), left = at(k).cached; left > 0;) {
-        --id;
-        if (cached_.is_aside(id)) continue;
-        early_evictions_ += cached_.front() != id ? 1 : 0;
-        cached_.remove(id);
-        --left;
-      }
+      give_up_cached(k);
       opened_.push_back(k);
     }
     sort(opened_);
   }
 
+  // Takes the cached ids of an opened extent out of their list. Those that are not at its front are
+  // given up for their neighbours, while older ones of other extents stay.
+  void give_up_cached(BlockId k) {
+    const auto in_extent = [this, k](BlockId id) { return extent_of(id) == k; };
+    const auto cached = static_cast<std::size_t>(at(k).cached);
+    const std::size_t early = cached - cached_.pop_front_while(in_extent);
+    early_evictions_ += static_cast<std::int64_t>(early);
+    std::size_t left = early;
+    for (BlockId id = k << shift_; left > 0; ++id) {
+      if (!cached_.contains(id) || cached_.is_aside(id)) continue;
+      cached_.remove(id);
+      --left;
+    }
+  }
+
   // Takes the first `most` ids of an opened extent; the rest of it is spendable.
-  void move_in(BlockId k, std::size_t most) {
+  template <class Visit>
+  void move_in(BlockId k, std::size_t most, Taken<Visit>& taken) {
     const BlockId first = k << shift_;
     const auto count = static_cast<BlockId>(std::min(most, static_cast<std::size_t>(size_)));
     for (BlockId id = first; id < first + count; ++id) {
       if (cached_.is_aside(id)) spend(id);
-      PYBLOCKPOOL_PREFETCH(cached_.payload(id));
-      taken_.push_back(id);
+      taken.add(id);
     }
     for (BlockId id = first + count; id < first + size_; ++id) {
       if (!cached_.is_aside(id)) give(id);
@@ -455,7 +492,8 @@ class ExtentList {
   }
 
   // Takes up to `most` spendable ids of an extent that is not whole.
-  void spend_lowest(BlockId k, std::size_t most) {
+  template <class Visit>
+  void spend_lowest(BlockId k, std::size_t most, Taken<Visit>& taken) {
     const BlockId end = end_of(k);
     BlockId id = spendable_.next(k << shift_);
     if (id == kEnd || id >= end) return;
@@ -463,7 +501,7 @@ class ExtentList {
     for (; id != kEnd && id < end && most > 0; --most) {
       spend(id);
       --at(k).free;
-      taken_.push_back(id);
+      taken.add(id);
       id = spendable_.next(id + 1);
     }
     file(k);
@@ -504,8 +542,8 @@ class ExtentList {
   std::int64_t shortages_ = 0;
   std::uint64_t version_ = 0;
   // Of one call.
-  std::vector<BlockId> taken_;
   std::vector<BlockId> opened_;
+  std::vector<BlockId> singles_;
   IdBitmap scratch_;
 };
 

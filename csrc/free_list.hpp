@@ -120,6 +120,17 @@ class FreeList {
     size_ -= count;
   }
 
+  // Takes ids off the front as long as `wanted(id)` says so; returns how many.
+  template <class Wanted>
+  std::size_t pop_front_while(Wanted wanted) {
+    std::size_t count = 0;
+    BlockId id = front();
+    for (; id != kEnd && wanted(id); ++count) id = unchain(id);
+    join(kEnd, id);
+    size_ -= count;
+    return count;
+  }
+
   void push_back(BlockId id) {
     PYBLOCKPOOL_EXPECT(!contains(id));
     join(back(), id);
@@ -179,7 +190,8 @@ class FreeList {
     for (std::size_t i = 0; i < chain.size; ++i) id = unchain(id);
   }
 
-  // Unlinks the first id of a chain and returns what is behind it.
+  // Unlinks the first id of a chain (or of the list, whose end is then joined anew) and returns
+  // what is behind it.
   BlockId unchain(BlockId id) {
     const BlockId after = next(id);
     at(id).next = kUnlinked;

@@ -190,13 +190,15 @@ class ExtentOrder:
         return opened + aged
 
     def _doom(self, extent: int) -> None:
-        """Give up the cached blocks of an extent, the last of a chain first."""
-        for block_id in reversed(range(extent * self._size, (extent + 1) * self._size)):
-            if block_id in self._cached:
-                # Given up for its neighbours, while an older one stays.
-                self._early_evictions += self._cached[0] != block_id
-                self._cached.remove(block_id)
-                self._spendable.add(block_id)
+        """Give up the cached blocks of an extent."""
+        ids = range(extent * self._size, (extent + 1) * self._size)
+        while self._cached and self._cached[0] in ids:
+            self._spendable.add(self._cached.pop(0))
+        # Given up for their neighbours, while older ones of other extents stay.
+        early = [block_id for block_id in self._cached if block_id in ids]
+        self._early_evictions += len(early)
+        self._cached = [block_id for block_id in self._cached if block_id not in ids]
+        self._spendable |= set(early)
 
     def _spend(self, ids: list[int], taken: list[int]) -> None:
         self._spendable -= set(ids)

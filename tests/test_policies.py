@@ -224,9 +224,11 @@ def test_early_evictions_are_counted(strict_class: Any, blocks: MakeBlocks) -> N
     queue.popleft()
     one, other = queue.popleft_n(8), queue.popleft_n(8)
     queue.append_n([*one[:4], *other[:4], *one[4:], *other[4:]])
-    queue.popleft_n(8)
-    # Given up with the oldest four, 11 ... 8: 15 ... 12, which are younger than 16 ... 19.
-    assert 0 < queue.stats()["early_evictions"] <= 7
+    assert queue.popleft_n(8) == one
+    # Given up with the oldest four, 8 ... 11: 12 ... 15, which are younger than 16 ... 19.
+    assert queue.stats()["early_evictions"] == 4
+    assert ids(queue.popleft_n(8)) == ids(other)
+    assert queue.stats()["early_evictions"] == 4
 
 
 def test_shortage_and_recovery(strict_class: Any, blocks: MakeBlocks) -> None:
