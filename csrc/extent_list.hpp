@@ -49,7 +49,7 @@ class ExtentList {
   // Makes room for the ids 0 ... capacity-1; the list has to follow. Throws std::bad_alloc; what
   // has grown by then does no harm.
   void grow(std::size_t capacity) {
-    if (capacity <= spendable_.capacity()) return;
+    if (capacity <= capacity_) return;
     const std::size_t extents = (capacity + static_cast<std::size_t>(size_) - 1) >> shift_;
     scratch_.grow(extents);
     if (size_ > 1) {
@@ -62,6 +62,7 @@ class ExtentList {
       for (std::size_t k = before; k < extents; ++k) dirty_.set(static_cast<BlockId>(k));
     }
     spendable_.grow(capacity);
+    capacity_ = capacity;
   }
 
   // Makes room to take `count` ids: take() then allocates nothing. Throws std::bad_alloc with
@@ -71,6 +72,7 @@ class ExtentList {
       singles_.reserve(count);
     } else {
       opened_.reserve((count >> shift_) + 2);
+      runs_.reserve(extents_.size() / 2 + 1);
     }
   }
 
@@ -260,6 +262,12 @@ class ExtentList {
     std::int16_t cached;
   };
 
+  // Neighbouring clean extents.
+  struct Run {
+    BlockId length;
+    BlockId first;
+  };
+
   // What has been handed out in one call. The visits run a few steps behind, so that what a payload
   // points to is loaded by then.
   template <class Visit>
@@ -404,14 +412,7 @@ class ExtentList {
   void open(std::size_t more) {
     const std::size_t wanted = more + 1;
     opened_.clear();
-    while (clean_.count() > 0 && opened_.size() < wanted) {
-      const auto [length, first] = best_run(static_cast<BlockId>(wanted - opened_.size()));
-      for (BlockId k = first; k < first + length && opened_.size() < wanted; ++k) {
-        clean_.reset(k);
-        dirty_.set(k);
-        opened_.push_back(k);
-      }
-    }
+    if (clean_.count() > 0) open_clean(wanted);
     while (aged_.size() > 0 && opened_.size() < wanted) {
       const BlockId k = aged_.pop_front();
       give_up_cached(k);
@@ -459,20 +460,52 @@ class ExtentList {
     scratch_.drain([&next](BlockId number) { *next++ = number; });
   }
 
-  // Length and first extent of the run of clean extents to use for `wanted`: the shortest that
-  // holds them all, else the longest; the lowest of several.
-  std::pair<BlockId, BlockId> best_run(BlockId wanted) const {
-    std::pair<BlockId, BlockId> best{0, kEnd};
-    for (BlockId k = clean_.next(0); k != kEnd;) {
+  // Up to `wanted` clean extents: of the shortest run that holds them all; if none does, the
+  // longest run, and again. The lowest of several.
+  void open_clean(std::size_t wanted) {
+    runs_.clear();
+    Run best{0, kEnd};
+    const auto limit = static_cast<BlockId>(std::min(wanted, extents_.size() + 1));
+    for (BlockId k = clean_.next(0); k != kEnd && best.length != limit;) {
       const BlockId end = end_of_run(k);
-      const BlockId length = end - k;
-      const bool better =
-          best.first < wanted ? length > best.first : length >= wanted && length < best.first;
-      if (better) best = {length, k};
-      if (length == wanted) break;
+      const Run run{end - k, k};
+      runs_.push_back(run);
+      if (run.length >= limit && (best.length == 0 || run.length < best.length)) best = run;
       k = clean_.next(end);
     }
-    return best;
+    if (best.length > 0) {
+      open_run(best, wanted);
+      return;
+    }
+    // None of them alone: as many of the longest as there may be of them.
+    const auto longest_first = [](const Run& a, const Run& b) {
+      return a.length != b.length ? a.length > b.length : a.first < b.first;
+    };
+    const std::size_t most = std::min(wanted, runs_.size());
+    std::partial_sort(runs_.begin(), runs_.begin() + static_cast<std::ptrdiff_t>(most), runs_.end(),
+                      longest_first);
+    for (std::size_t i = 0; i < most && opened_.size() < wanted; ++i) {
+      const auto left = static_cast<BlockId>(wanted - opened_.size());
+      best = runs_[i];
+      if (best.length >= left) {
+        for (std::size_t j = i + 1; j < runs_.size(); ++j) {
+          const Run& run = runs_[j];
+          if (run.length >= left &&
+              (run.length != best.length ? run.length < best.length : run.first < best.first)) {
+            best = run;
+          }
+        }
+      }
+      open_run(best, wanted);
+    }
+  }
+
+  void open_run(const Run& run, std::size_t wanted) {
+    for (BlockId k = run.first; k < run.first + run.length && opened_.size() < wanted; ++k) {
+      clean_.reset(k);
+      dirty_.set(k);
+      opened_.push_back(k);
+    }
   }
 
   std::vector<std::pair<BlockId, BlockId>> clean_runs() const {
@@ -528,6 +561,7 @@ class ExtentList {
   FreeList& cached_;
   const BlockId size_;
   int shift_ = 0;
+  std::size_t capacity_ = 0;
   IdBitmap spendable_;
   std::vector<Extent> extents_;
   IdBitmap clean_;
@@ -544,6 +578,7 @@ class ExtentList {
   // Of one call.
   std::vector<BlockId> opened_;
   std::vector<BlockId> singles_;
+  std::vector<Run> runs_;
   IdBitmap scratch_;
 };
 

@@ -2,6 +2,7 @@
 // steps, however far away it is. Knows neither Python nor vLLM.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -18,13 +19,21 @@ namespace pyblockpool {
 // The top level has one word.
 class IdBitmap {
  public:
-  explicit IdBitmap(std::size_t capacity = 0) { grow(capacity); }
+  IdBitmap() { make_levels(0); }
 
-  // Makes room for the ids 0 ... capacity-1. Throws std::bad_alloc with nothing changed.
+  // Makes room for the ids 0 ... capacity-1, and for as many again as there are, so that ids may
+  // come one by one. Throws std::bad_alloc with nothing changed.
   void grow(std::size_t capacity) {
-    if (capacity <= capacity_ && !levels_.empty()) return;
-    IdBitmap larger(capacity, Empty{});
-    for (BlockId id = next(0); id != kEnd; id = next(id + 1)) larger.set(id);
+    if (capacity <= capacity_) return;
+    capacity = std::max(capacity, 2 * capacity_);
+    IdBitmap larger;
+    larger.make_levels(capacity);
+    for (std::size_t level = 0; level < levels_.size(); ++level) {
+      std::copy(levels_[level].begin(), levels_[level].end(), larger.levels_[level].begin());
+    }
+    for (std::size_t level = levels_.size(); level < larger.levels_.size(); ++level) {
+      larger.levels_[level][0] = larger.levels_[level - 1][0] != 0 ? 1U : 0U;
+    }
     levels_.swap(larger.levels_);
     capacity_ = capacity;
   }
@@ -91,9 +100,9 @@ class IdBitmap {
  private:
   using Word = std::uint64_t;
   static constexpr int kShift = 6;
-  struct Empty {};
 
-  IdBitmap(std::size_t capacity, Empty) : capacity_(capacity) {
+  void make_levels(std::size_t capacity) {
+    levels_.clear();
     std::size_t words = capacity;
     do {
       words = (words + 63) >> kShift;

@@ -348,18 +348,21 @@ cdef class FreeBlockQueue:
     def __init__(self, blocks, policy="lru", size=DEFAULT_EXTENT_SIZE):
         if policy not in POLICIES:
             raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
+        policy = POLICIES[POLICIES.index(policy)]  # a plain str, whatever was equal to it
         size = operator.index(size)
         if not 1 <= size <= MAX_EXTENT_SIZE or size & (size - 1):
             raise ValueError(f"size {size} is not a power of two from 1 to {MAX_EXTENT_SIZE}")
-        if self._policy is not None:
-            raise RuntimeError("FreeBlockQueue.__init__() called twice on one queue")
-        cdef Chain chain
+        blocks = list(blocks)
+        # From here on no code of anybody else runs before the queue is what it will be.
+        if self._policy is not None or self._list.capacity():
+            raise RuntimeError("FreeBlockQueue.__init__() called twice on one queue, or late")
         if policy != "lru":
             self._extents = new ExtentList(self._list, 1 if policy == "sorted" else size)
         self._policy = policy
-        self._admit(list(blocks), &chain, "FreeBlockQueue", take_over=True)
+        cdef Chain chain
+        self._admit(blocks, &chain, "FreeBlockQueue", take_over=True)
         self._put_back_unhashed(chain)
-        self._num_free_blocks = <Py_ssize_t> chain.size
+        self._num_free_blocks = <Py_ssize_t> self._size()
 
     def __dealloc__(self):
         del self._extents
@@ -651,7 +654,8 @@ cdef class FreeBlockQueue:
         if self._walked_version == self._extents.version() and self._place.size():
             return 0
         self._walked = self._extents.walk()
-        self._place.assign(self._list.capacity() + 1, 0)
+        # Not `assign`, which Cython believes cannot fail. What is stale is read of no queued id.
+        self._place.resize(self._list.capacity() + 1)
         cdef size_t at
         for at in range(self._walked.size()):
             self._place[self._walked[at]] = <int32_t> at
@@ -829,7 +833,11 @@ cdef class FreeBlockQueue:
         cdef Py_ssize_t before = PyList_GET_SIZE(self._blocks)
         if capacity <= before:
             return 0
-        self._blocks.extend([None] * (capacity - before))
+        # Made first: it may start the garbage collector, and with it code that makes room, too.
+        room = [None] * (capacity - before)
+        if PyList_GET_SIZE(self._blocks) != before:
+            return self._make_room(capacity)
+        self._blocks.extend(room)
         try:
             if self._extents != NULL:
                 self._extents.grow(capacity)

@@ -100,6 +100,7 @@ class ExtentOrder:
         if single and self._shared is not None:
             self._spend(self._in_extent(self._shared)[:1], taken)
         while after is not None and len(taken) < n and self._follows(after):
+            self._break(after // self._size)
             self._spend([after + 1], taken)
             after += 1
         opened = self._open(-(-(n - len(taken)) // self._size))
@@ -263,6 +264,7 @@ class FreeBlockQueue:
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
+        policy = POLICIES[POLICIES.index(policy)]  # a plain str, whatever was equal to it
         size = operator.index(size)
         if not 1 <= size <= MAX_EXTENT_SIZE or size & (size - 1):
             raise ValueError(f"size {size} is not a power of two from 1 to {MAX_EXTENT_SIZE}")

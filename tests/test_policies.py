@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from itertools import pairwise
 from typing import Any
@@ -186,6 +187,64 @@ def test_a_hint_has_to_be_a_block_in_use(
             queue.grow_after(wrong)
     queue.grow_after(block)
     assert queue.popleft().block_id == 1
+
+
+def test_a_hint_at_a_block_that_was_freed(strict_class: Any, blocks: MakeBlocks) -> None:
+    """It stands; growing breaks the extent, which has become whole meanwhile."""
+    made = blocks(12)
+    queue = strict_class(made, policy="extent", size=4)
+    queue.popleft_n(12)
+    queue.grow_after(made[4])
+    queue.prepend_n([made[5], made[6], made[7]])
+    queue.append(made[4])
+    assert queue.stats()["aged"] == 1
+    assert queue.popleft() is made[5]
+    queue.grow_after(None)
+    assert queue.stats()["aged"] == 0
+    assert_order(queue, [6, 7, 4])
+
+
+def test_policies_may_be_enums(strict_class: Any, blocks: MakeBlocks) -> None:
+    class Policy(str, enum.Enum):
+        EXTENT = "extent"
+
+    stats = strict_class(blocks(8), policy=Policy.EXTENT, size=4).stats()
+    assert (type(stats["policy"]), stats["policy"], stats["size"]) == (str, "extent", 4)
+
+
+def test_a_queue_that_was_used_before_it_was_made(blocks: MakeBlocks) -> None:
+    from pyblockpool import FreeBlockQueue
+
+    made = blocks(4)
+    queue = FreeBlockQueue.__new__(FreeBlockQueue)
+    queue.append(made[0])
+    with pytest.raises(RuntimeError, match="or late"):
+        FreeBlockQueue.__init__(queue, made[1:], "extent", 2)
+    assert_order(queue, [0])
+
+
+def test_ids_may_come_one_by_one(blocks: MakeBlocks, placement: dict[str, Any]) -> None:
+    from pyblockpool import FreeBlockQueue
+
+    made = blocks(5000)
+    queue = FreeBlockQueue([], **placement)
+    for block in made:
+        queue.prepend_n([block])
+    assert queue.check() == ""
+    assert ids(queue.popleft_n(5000 // 64 * 64)) == list(range(5000 // 64 * 64))
+
+
+def test_many_short_runs_of_clean_extents(strict_class: Any, blocks: MakeBlocks) -> None:
+    made = blocks(120)
+    queue = strict_class(made, policy="extent", size=2)
+    queue.popleft_n(120)
+    lengths = {0: 1, 3: 2, 8: 4, 15: 4, 22: 3, 28: 1, 32: 2, 40: 3, 50: 2}  # by first extent
+    for first, length in lengths.items():
+        queue.prepend_n(made[2 * first : 2 * (first + length)])
+    extents = [block.block_id // 2 for block in queue.popleft_n(2 * 13)]
+    # The two of four, the lower of three, and of those that hold the last two, the shortest.
+    assert extents[::2] == [3, 4, 8, 9, 10, 11, 15, 16, 17, 18, 22, 23, 24]
+    assert queue.check() == ""
 
 
 def test_cached_blocks_are_never_grown_into(strict_class: Any, blocks: MakeBlocks) -> None:

@@ -68,6 +68,7 @@ class PoliciesInStep(RuleBasedStateMachine):
     def admit(self, data: st.DataObject) -> None:
         """A new request: no hint, ids ascending in a pool that has whole extents left."""
         n = data.draw(st.integers(1, len(self.free)))
+        self.both(lambda queue, _: queue.grow_after(None))
         whole = self.queues["reference"].stats()
         taken = self.took(self.both(lambda queue, _: ids(queue.popleft_n(n))))
         if (whole["clean"] + whole["aged"]) * whole["size"] >= n and n > 1:
@@ -140,6 +141,21 @@ class PoliciesInStep(RuleBasedStateMachine):
         self.free -= set(chosen)
         self.cached -= set(chosen)
         self.requests.append(chosen)
+
+    @precondition(lambda self: self.free)
+    @rule(n=st.integers(1, 6))
+    def take_with_the_hint_that_stands(self, n: int) -> None:
+        """Whatever has become of its block."""
+        n = min(n, len(self.free))
+        self.requests.append(self.took(self.both(lambda queue, _: ids(queue.popleft_n(n)))))
+
+    @precondition(lambda self: any(self.requests))
+    @rule(data=st.data())
+    def leave_a_hint(self, data: st.DataObject) -> None:
+        in_use = [i for request in self.requests for i in request if i in self.seen]
+        if in_use:
+            block_id = data.draw(st.sampled_from(in_use))
+            self.both(lambda queue, blocks: queue.grow_after(blocks[block_id]))
 
     @rule()
     def reset_the_cache(self) -> None:

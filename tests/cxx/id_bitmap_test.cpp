@@ -33,7 +33,8 @@ void require_same(const IdBitmap& bitmap, const std::set<BlockId>& expected,
 
 void random_program(unsigned seed, std::size_t capacity) {
   std::mt19937 random(seed);
-  IdBitmap bitmap(capacity);
+  IdBitmap bitmap;
+  bitmap.grow(capacity);
   std::set<BlockId> expected;
   for (int step = 0; step < 60; ++step) {
     const std::string after = "seed " + std::to_string(seed) + " step " + std::to_string(step);
@@ -41,7 +42,7 @@ void random_program(unsigned seed, std::size_t capacity) {
       capacity += random() % 5000;
       bitmap.grow(capacity);
       bitmap.grow(capacity / 2);
-      require(bitmap.capacity() == capacity, after + ": capacity");
+      require(bitmap.capacity() >= capacity, after + ": capacity");
     }
     for (auto change = random() % 300; change > 0 && capacity > 0; --change) {
       const auto id = static_cast<BlockId>(random() % capacity);
