@@ -13,6 +13,7 @@ ROOT = Path(__file__).parent.parent
 
 
 RESET = "order reset "
+POLICIES = "policies: "
 
 
 def micro_table(results: dict[str, Any]) -> list[str]:
@@ -21,7 +22,7 @@ def micro_table(results: dict[str, Any]) -> list[str]:
         "| --- | ---: | ---: | ---: |",
     ]
     for operation, ns in results["ns_per_block"].items():
-        if not operation.startswith(RESET):
+        if not operation.startswith((RESET, POLICIES)):
             ratio = times(ns["vllm"] / ns["native"])
             lines.append(f"| {operation} | {ns['vllm']:.1f} | {ns['native']:.1f} | {ratio} |")
     return [*lines, "", f"{results['num_blocks']:,} blocks; {provenance(results)}"]
@@ -43,6 +44,21 @@ def reset_table(results: dict[str, Any]) -> list[str]:
     return [*lines, "", provenance(results)]
 
 
+def policies_table(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "| operation, ns a block | `lru` | `sorted` | `extent` |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for operation, ns in results["ns_per_block"].items():
+        if operation.startswith(POLICIES):
+            cells = [f"{ns['lru']:.1f}"]
+            cells += [
+                f"{ns[name]:.1f} ({ns[name] / ns['lru']:.2f}x)" for name in ("sorted", "extent")
+            ]
+            lines.append(f"| {operation.removeprefix(POLICIES)} | {' | '.join(cells)} |")
+    return [*lines, "", f"{results['num_blocks']:,} blocks, all cached; {provenance(results)}"]
+
+
 def times(ratio: float) -> str:
     return f"{ratio:.{0 if ratio > 20 else 1}f}x"
 
@@ -54,7 +70,7 @@ def provenance(results: dict[str, Any]) -> str:
     )
 
 
-TABLES = {"micro": micro_table, "reset": reset_table}
+TABLES = {"micro": micro_table, "reset": reset_table, "policies": policies_table}
 
 
 def filled_in(readme: str) -> str:

@@ -1,10 +1,11 @@
 """Rollout rounds of a trainer that shares its device with vLLM, in canonical block order each time.
 
-    VLLM_BLOCK_QUEUE=native python examples/rollout_loop.py --model Qwen/Qwen3-0.6B
+    export VLLM_BLOCK_QUEUE=native
+    python examples/rollout_loop.py --model Qwen/Qwen3-0.6B --enable-sleep-mode
 
-Between two rounds the engine sleeps while the trainer works (on a GPU add --enable-sleep-mode).
-vLLM forgets its prefix cache then, but not the order in which blocks came back; one call repairs
-that. All options of vLLM's engines are understood.
+Between two rounds the engine sleeps while the trainer works (only a GPU can: leave the flag out
+elsewhere). vLLM forgets its prefix cache then, but not the order in which blocks came back; one
+call repairs that. All options of vLLM's engines are understood.
 """
 
 import random

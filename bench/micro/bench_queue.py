@@ -166,3 +166,61 @@ def test_order_reset(benchmark: Any, repeat: int, num_blocks: int, resetter: str
     benchmark.pedantic(put_in_order, setup=shuffle, rounds=ROUNDS)
     correct = order_of(made[0]) == list(range(num_blocks))
     record(benchmark, f"order reset {num_blocks:,}", resetter, num_blocks, correct)
+
+
+# Policies of the native queue, all against `lru`; `extent` with the 8 blocks of 16 tokens that are
+# its default.
+POLICIES = {"lru": 1, "sorted": 1, "extent": 8}
+
+
+def filled(policy: str, ids: list[int]) -> Any:
+    """A queue full of cached blocks, longest free first in the order of ``ids``."""
+    by_id = [BLOCKS["native"](block_id) for block_id in range(len(ids))]
+    queue = RIVALS["native"](by_id, policy=policy, size=POLICIES[policy])
+    queue.popleft_n(len(ids))
+    queue.append_n([by_id[i] for i in ids])
+    return queue
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policy_popleft_n_append_n(
+    benchmark: Any, repeat: int, order: str, policy: str, ids: list[int]
+) -> None:
+    queue = filled(policy, ids)
+    turns = 98_304 // 512
+
+    def rotate() -> None:
+        for _ in range(turns):
+            queue.append_n(queue.popleft_n(512))
+
+    benchmark.pedantic(rotate, rounds=ROUNDS, warmup_rounds=1)
+    correct = sorted(order_of(queue)) == list(range(len(ids))) and queue.check() == ""
+    record(benchmark, f"policies: popleft_n+append_n 512, {order}", policy, turns * 512, correct)
+
+
+@pytest.mark.parametrize("order", ["id order"])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_policy_growth(
+    benchmark: Any, repeat: int, order: str, policy: str, ids: list[int]
+) -> None:
+    """200 requests grow by 40 blocks, one by one in turn, beside their last block."""
+    queue = filled(policy, ids)
+    tables: list[list[Any]] = []
+
+    def release_and_admit() -> None:
+        for table in tables:
+            queue.append_n(table[::-1])
+        tables[:] = [queue.popleft_n(20) for _ in range(200)]
+
+    def grow() -> None:
+        for _ in range(40):
+            for table in tables:
+                queue.grow_after(table[-1])
+                table += queue.popleft_n(1)
+                queue.grow_after(None)
+
+    benchmark.pedantic(grow, setup=release_and_admit, rounds=ROUNDS)
+    tiles = [len({block.block_id // 8 for block in table}) for table in tables]
+    correct = queue.check() == "" and (policy != "extent" or set(tiles) == {8})
+    correct &= len({block.block_id for table in tables for block in table}) == 200 * 60
+    record(benchmark, "policies: growth by one block", policy, 200 * 40, correct)

@@ -33,7 +33,9 @@ from pyblockpool.plugin.surface import RESET_ORDER, RESET_PREFIX_CACHE, STATS, n
 
 # The docstrings that users of vLLM's classes see.
 DOCS = {
-    RESET_ORDER: """Hand out free KV-cache blocks in ascending block ids from here on.
+    RESET_ORDER: """Hand out free KV-cache blocks in canonical order from here on.
+
+That is ascending block ids; under policy extent whole extents first, ascending, then the rest.
 
 For the time between two rounds, when no request runs. Nothing is preempted; prefix-cache hashes,
 reference counts, KV events and metrics stay. Blocks with a hash that are still in the cache lose
