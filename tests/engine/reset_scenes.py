@@ -24,7 +24,7 @@ from tiny_llama import ENGINE_OPTIONS, tiny_engine
 POOL = {"max_model_len": 1024, "max_num_batched_tokens": 256, "num_gpu_blocks_override": 48}
 # Of different lengths: they finish out of order and shuffle the queue.
 ROUND = [(tokens(seed, 60 + 70 * seed), 5 + 9 * (seed % 3)) for seed in range(5)]
-LONG = (tokens(50, 100), 300)
+LONG = (tokens(50, 100), 600)
 Facts = dict[str, Any]
 
 

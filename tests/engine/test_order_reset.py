@@ -116,7 +116,7 @@ def check_busy(busy: Play, engine: int) -> None:
     assert after[engine]["in_use"] >= before[engine]["in_use"]
     assert after[engine]["runs"] > 1
     assert busy["tokens"] == busy["tokens alone"]
-    assert len(busy["tokens"]) == 300
+    assert len(busy["tokens"]) == 600
     assert busy["done"] is True
     for each in end:
         assert (each["in_use"], each["free"], each["runs"], each["longest_run"]) == (0, 47, 1, 47)

@@ -123,19 +123,18 @@ def reset_order(address: str) -> dict[str, Any]:
     """While a completion runs, and when it is done."""
     reset, stats = f"{address}/reset_free_block_queue_order", f"{address}/free_block_queue_stats"
     shuffled = get(stats)
-    body = {"prompt": [7] * 100, "max_tokens": 800, "ignore_eos": True, "detokenize": False}
+    # Four long samples, more than the pool holds at once: the machine may be slow to answer us.
+    body = {"prompt": [7] * 100, "max_tokens": 800, "ignore_eos": True, "detokenize": False, "n": 4}
+    answers = []
     with ThreadPoolExecutor() as threads:
         completion = threads.submit(post, f"{address}/v1/completions", body)
-        while not (running := get(stats))["in_use"]:
-            assert not completion.done()
-        busy = post(reset)
+        while not completion.done():
+            answers.append(post(reset))
         completion.result()
-    idle = post(reset)
     return {
         "shuffled": shuffled,
-        "running": running,
-        "busy": busy,
-        "idle": idle,
+        "meanwhile": answers,
+        "idle": post(reset),
         "in order": get(stats),
     }
 
@@ -200,11 +199,13 @@ def test_the_same_answers(plays: dict[str, dict[str, Any]]) -> None:
 
 
 def test_the_same_blocks(plays: dict[str, dict[str, Any]]) -> None:
-    *native, of_reset_order = plays["native"]["record"]
     stock = plays["vllm"]["record"]
-    assert of_reset_order["kind"] == "request"
+    native, of_reset_order = (
+        plays["native"]["record"][: len(stock)],
+        plays["native"]["record"][len(stock) :],
+    )
+    assert [line["kind"] for line in of_reset_order] == ["request"] * 4
     assert [line["kind"] for line in native] == (["request"] * 6 + ["reset"]) * 2
-    assert len(native) == len(stock)
     for line, expected in zip(native, stock, strict=True):
         assert line == expected
 
@@ -224,8 +225,7 @@ def test_the_order_reset_over_http(plays: dict[str, dict[str, Any]]) -> None:
     assert order["shuffled"]["pid"] == plays["native"]["engine"]["pid"]
     assert order["shuffled"]["implementation"] == "native"
     assert order["shuffled"]["runs"] > 1
-    assert order["running"]["in_use"] > 0
-    assert order["busy"] == {"success": False}
+    assert {"success": False} in order["meanwhile"]
     assert order["idle"] == {"success": True}
     assert (order["in order"]["runs"], order["in order"]["free"]) == (1, 47)
 
