@@ -456,11 +456,14 @@ cdef class FreeBlockQueue:
             raise RuntimeError("prev_free_block of fake_free_list_tail should always exist")
         cdef BlockId id = self._own_id(<PyObject*> block)
         cdef Chain chain
-        if id != kEnd and not self._list.contains(id):
-            self._list.extend(chain, id)
-        else:
+        if id == kEnd or self._list.contains(id):
             self._admit([block], &chain, "append", take_over=False)
-        self._put_back_cached(chain)
+            self._put_back_cached(chain)
+        elif self._extents != NULL:
+            self._list.extend(chain, id)
+            self._extents.add_cached(chain)
+        else:
+            self._list.push_back(id)
         self._num_free_blocks += 1
 
     def append_n(self, blocks):
