@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -152,18 +152,23 @@ def _wrap(cls: Any, name: str, wrapper: Callable[[Any], Any]) -> Undo:
     """Replace a method that a class defines by a wrapper of it."""
     original = vars(cls)[name]
     wrapped = wrapper(original)
+    setattr(cls, name, wrapped)
+    return Undo(
+        act=lambda: setattr(cls, name, original),
+        obstacle=partial(_replaced_again, cls, {name: wrapped}),
+    )
 
-    def obstacle() -> Exception | None:
+
+def _replaced_again(cls: Any, ours: Mapping[str, Any]) -> Exception | None:
+    """Why methods of ours cannot be taken out of a class: somebody has put others on top."""
+    for name, method in ours.items():
         now = vars(cls).get(name)
-        if now is not wrapped:
+        if now is not method:
             return ConflictError(
                 f"{name_of(cls)}.{name} has been replaced again, by {name_of(now)}: take that "
                 "back first"
             )
-        return None
-
-    setattr(cls, name, wrapped)
-    return Undo(act=lambda: setattr(cls, name, original), obstacle=obstacle)
+    return None
 
 
 def _extend(layer: Layer) -> Undo:
@@ -187,16 +192,6 @@ def _extend(layer: Layer) -> Undo:
         method.__doc__ = "\n\n".join(filter(None, docs)) or None
         setattr(cls, name, method)
 
-    def obstacle() -> Exception | None:
-        for name, method in gained.items():
-            now = vars(cls).get(name)
-            if now is not method:
-                return ConflictError(
-                    f"{name_of(cls)}.{name} has been replaced again, by {name_of(now)}: take that "
-                    "back first"
-                )
-        return None
-
     def undo() -> None:
         for name in gained:
             if name in before:
@@ -204,7 +199,7 @@ def _extend(layer: Layer) -> Undo:
             else:
                 delattr(cls, name)
 
-    return Undo(act=undo, obstacle=obstacle)
+    return Undo(act=undo, obstacle=partial(_replaced_again, cls, gained))
 
 
 ACCEPT_VARIABLE = Patch(
