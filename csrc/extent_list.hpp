@@ -7,7 +7,6 @@
 #include <cstddef>
 #include <cstdint>
 #include <string>
-#include <utility>
 #include <vector>
 
 #include "free_list.hpp"
@@ -183,8 +182,9 @@ class ExtentList {
       }
     }
     if (shared_ != kEnd) append_spendable(shared_, ids);
-    for (const auto& [length, first] : clean_runs()) {
-      for (BlockId id = first << shift_; id < (first + length) << shift_; ++id) ids.push_back(id);
+    for (const Run& run : shortest_runs_first()) {
+      const BlockId end = (run.first + run.length) << shift_;
+      for (BlockId id = run.first << shift_; id < end; ++id) ids.push_back(id);
     }
     for (BlockId k = aged_.front(); k != kEnd; k = aged_.next(k)) {
       for (BlockId id = k << shift_; id < (k + 1) << shift_; ++id) ids.push_back(id);
@@ -508,14 +508,16 @@ class ExtentList {
     }
   }
 
-  std::vector<std::pair<BlockId, BlockId>> clean_runs() const {
-    std::vector<std::pair<BlockId, BlockId>> runs;
+  // All runs of clean extents; the lowest of several of one length first.
+  std::vector<Run> shortest_runs_first() const {
+    std::vector<Run> runs;
     for (BlockId k = clean_.next(0); k != kEnd;) {
       const BlockId end = end_of_run(k);
-      runs.emplace_back(end - k, k);
+      runs.push_back(Run{end - k, k});
       k = clean_.next(end);
     }
-    std::sort(runs.begin(), runs.end());
+    std::stable_sort(runs.begin(), runs.end(),
+                     [](const Run& a, const Run& b) { return a.length < b.length; });
     return runs;
   }
 

@@ -28,8 +28,8 @@ from libcpp cimport bool as cpp_bool
 from libcpp.string cimport string
 from libcpp.vector cimport vector
 
-__all__ = ["DEFAULT_EXTENT_SIZE", "MAX_BLOCK_ID", "MAX_EXTENT_SIZE", "POLICIES", "FreeBlockQueue", "FreeListEnd", "can_serve_links",
-           "queues_of", "serve_links", "withdraw_links"]
+__all__ = ["DEFAULT_EXTENT_SIZE", "MAX_BLOCK_ID", "MAX_EXTENT_SIZE", "POLICIES", "FreeBlockQueue",
+           "FreeListEnd", "can_serve_links", "queues_of", "serve_links", "withdraw_links"]
 
 POLICIES = ("lru", "sorted", "extent")
 DEFAULT_EXTENT_SIZE = 8

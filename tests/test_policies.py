@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from implementations import QUEUES, MakeBlocks, SlotBlock, assert_order, ids
 
+from pyblockpool import _queue, reference, settings
+
 POLICIES = [("sorted", 1), ("extent", 1), ("extent", 2), ("extent", 8), ("extent", 64)]
 
 
@@ -31,6 +33,12 @@ def runs_of(block_ids: list[int]) -> int:
 
 def drained(queue: Any) -> list[int]:
     return [queue.popleft().block_id for _ in range(queue.num_free_blocks)]
+
+
+def test_the_limits_are_the_same_everywhere() -> None:
+    assert settings.MAX_EXTENT_SIZE == reference.MAX_EXTENT_SIZE == _queue.MAX_EXTENT_SIZE
+    assert reference.DEFAULT_EXTENT_SIZE == _queue.DEFAULT_EXTENT_SIZE
+    assert reference.POLICIES == _queue.POLICIES
 
 
 @pytest.mark.parametrize("size", [1, 2, 512, 4096])
@@ -150,7 +158,10 @@ def test_after_a_reset_of_the_cache_the_order_is_canonical(
         for block in taken:
             queue.append(block)
         getattr(queue, verb)()
-        assert ids(queue.popleft_n(39)) == list(range(1, 40)) or placement["size"] > 1
+        order = ids(queue.popleft_n(39))
+        assert sorted(order) == list(range(1, 40))
+        if placement["size"] == 1:
+            assert order == sorted(order)
         queue.prepend_n(taken)
         assert runs_of(ids(queue.popleft_n(32 if placement["size"] < 64 else 39))) == 1
 
@@ -317,18 +328,18 @@ def test_best_fit_over_runs_of_clean_extents(strict_class: Any, blocks: MakeBloc
     assert ids(queue.popleft_n(10)) == [4, 5, 24, 25, 26, 27, 28, 29, 30, 31], "longest, again"
 
 
+@pytest.mark.parametrize(("policy", "size"), [("sorted", 1), ("extent", 8), ("extent", 64)])
 def test_unpinned_blocks_are_the_last_resort(
-    strict_class: Any, blocks: MakeBlocks, placement: dict[str, Any]
+    strict_class: Any, blocks: MakeBlocks, policy: str, size: int
 ) -> None:
     """vllm#56109: appended without a hash, and still read."""
     made = blocks(8)
-    queue = strict_class(made, **placement)
+    queue = strict_class(made, policy=policy, size=size)
     queue.popleft()
     taken = queue.popleft_n(3)
     queue.append_n([taken[1]])
     queue.prepend_n([taken[2], taken[0]])
-    if placement["size"] in (1, 64):
-        assert drained(queue)[-1] == taken[1].block_id
+    assert drained(queue)[-1] == taken[1].block_id
 
 
 @pytest.mark.skipif("vllm" not in QUEUES, reason="vLLM is not installed")

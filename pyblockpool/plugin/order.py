@@ -62,9 +62,11 @@ def order_by_id(queue: Any) -> None:
     blocks = sorted(queue.get_all_free_blocks(), key=attrgetter("block_id"))
     count = queue.num_free_blocks
     queue.num_free_blocks = len(blocks)  # somebody may have set it to something else
-    queue.popleft_n(len(blocks))
-    queue.append_n(blocks)
-    queue.num_free_blocks = count
+    try:
+        queue.popleft_n(len(blocks))
+        queue.append_n(blocks)
+    finally:
+        queue.num_free_blocks = count
 
 
 def pool_stats(pool: Any) -> dict[str, Any]:

@@ -12,7 +12,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from pyblockpool.plugin.order import is_native
 from pyblockpool.settings import Settings
 
 Method = Callable[..., Any]
@@ -69,7 +68,11 @@ class QueueMaker:
 
 
 def grow_in_place(original: Method) -> Method:
-    """Wraps a method ``(self, request_id, ...)`` of vLLM's managers that allocates blocks."""
+    """Wraps a method ``(self, request_id, ...)`` of vLLM's managers that allocates blocks.
+
+    vLLM calls it for each running request in each step.
+    """
+    from pyblockpool import FreeBlockQueue
 
     @functools.wraps(original)
     def allocate(self: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
@@ -81,7 +84,7 @@ def grow_in_place(original: Method) -> Method:
             last is None
             or last.is_null
             or last.ref_cnt == 0  # given up already
-            or not is_native(queue)
+            or not isinstance(queue, FreeBlockQueue)
             or last.block_id >= len(pool.blocks)
             or pool.blocks[last.block_id] is not last  # of another pool
         ):

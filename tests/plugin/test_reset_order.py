@@ -20,6 +20,7 @@ from pools import free, give_hash, order, pool
 
 from pyblockpool import FreeBlockQueue
 from pyblockpool.plugin import entry
+from pyblockpool.plugin.order import order_by_id
 from pyblockpool.settings import QUEUE_VARIABLE
 
 pytestmark = pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
@@ -415,6 +416,22 @@ def test_a_count_that_was_assigned_from_outside_stays(queue: str) -> None:
         assert free_blocks.num_free_blocks == count
         free_blocks.num_free_blocks = 11
         assert order(subject) == list(range(1, 12))
+
+
+def test_a_queue_that_refuses_keeps_its_count(queue: str) -> None:
+    """Somebody else's queue may raise; what was set for it is put back."""
+    from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue, KVCacheBlock
+
+    class Refusing(FreeKVCacheBlockQueue):  # type: ignore[misc]
+        def popleft_n(self, n: int) -> list[Any]:
+            raise OSError("no more")
+
+    subject = Refusing([KVCacheBlock(i) for i in (2, 1, 0)])
+    subject.num_free_blocks = 1
+    with pytest.raises(OSError, match="no more"):
+        order_by_id(subject)
+    assert subject.num_free_blocks == 1
+    assert ids(subject.get_all_free_blocks()) == [2, 1, 0]
 
 
 def test_methods_can_be_found_by_name(queue: str) -> None:
