@@ -23,3 +23,11 @@ class NotCompiledError(BlockQueueError, ImportError):
 
 class InactiveError(BlockQueueError, RuntimeError):
     """The engine that was called runs without pyblockpool: set the variable where it starts."""
+
+
+class TraceError(BlockQueueError, ValueError):
+    """A request trace cannot be read: it says where and what."""
+
+
+class ReplayError(BlockQueueError, RuntimeError):
+    """A request trace cannot be replayed as asked; the message says why."""

@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import platform
 import random
-import subprocess
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from datetime import datetime, timezone
 from pathlib import Path
 from statistics import median
 from types import MemberDescriptorType
 from typing import Any
 
 import pytest
-import vllm
-from cpuinfo import get_cpu_info
+from provenance import provenance
 from rich.console import Console
 from rich.table import Table
 from rivals import BLOCKS, NUM_BLOCKS, RIVALS
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-
-import pyblockpool
 
 # What the project set out to reach, as a ratio to vLLM's class in the same run.
 TARGETS = {
@@ -119,21 +112,3 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if results:
         saved = {**provenance(), "num_blocks": NUM_BLOCKS, "ns_per_block": operations}
         results.write_text(json.dumps(saved, indent=1) + "\n")
-
-
-def provenance() -> dict[str, str]:
-    """Where, when and of what a result was measured."""
-
-    def git(*arguments: str) -> str:
-        ran = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
-        return ran.stdout.strip()
-
-    dirty = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
-    return {
-        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": git("rev-parse", "--short", "HEAD") + dirty,
-        "cpu": f"{get_cpu_info().get('brand_raw', platform.processor())}, {os.cpu_count()} cores",
-        "python": platform.python_version(),
-        "vllm": vllm.__version__,
-        "pyblockpool": pyblockpool.__version__,
-    }

@@ -1,0 +1,186 @@
+"""The command ``pyblockpool``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from pyblockpool.errors import BlockQueueError
+from pyblockpool.replay import Figures, Setup, replay_each
+from pyblockpool.request_trace import ARRANGEMENTS, read_requests
+from pyblockpool.settings import QUEUE_VARIABLE, QUEUES
+
+REPLAYED = ("python", "native:sorted", "native:extent")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; the exit status is 0, or 1 with a sentence on stderr, or 2 for bad usage."""
+    options = _parser().parse_args(arguments)
+    try:
+        return int(options.run(options))
+    except (BlockQueueError, OSError, ImportError) as error:
+        print(f"pyblockpool {options.verb}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pyblockpool", description="A native KV-cache free-block queue for vLLM: its tools."
+    )
+    verbs = parser.add_subparsers(dest="verb", required=True)
+    _add_replay(verbs)
+    return parser
+
+
+def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    replay = verbs.add_parser(
+        "replay",
+        help="a request trace through vLLM's block pool, policy beside policy",
+        description="Replay a request trace (Mooncake, agentic or GRPO JSONL, or Azure CSV) "
+        "through the KVCacheManager and BlockPool of the installed vLLM, without a model, and "
+        "compare the queues: prefix hits, and how contiguous the block tables are.",
+        epilog="example: pyblockpool replay conversation_trace.jsonl --blocks 65536 "
+        "--residents 32 --limit 1000",
+    )
+    replay.set_defaults(run=_replay)
+    replay.add_argument("trace", type=Path, metavar="TRACE", help="the file")
+    replay.add_argument(
+        "--blocks", type=_at_least(2), required=True, metavar="N", help="blocks in the pool"
+    )
+    replay.add_argument(
+        "--residents",
+        type=_at_least(1),
+        default=32,
+        metavar="R",
+        help="requests that may run at the same time (and sessions, where the trace has them); "
+        "default: %(default)s",
+    )
+    replay.add_argument(
+        "--policy",
+        action="append",
+        metavar="QUEUE",
+        help=f"a value of {QUEUE_VARIABLE}, again for each one to compare: {', '.join(QUEUES)}; "
+        f"default: {', '.join(REPLAYED)}",
+    )
+    replay.add_argument(
+        "--block-size", type=_at_least(1), default=16, metavar="TOKENS", help="default: %(default)s"
+    )
+    replay.add_argument(
+        "--no-caching", dest="caching", action="store_false", help="no prefix cache"
+    )
+    replay.add_argument(
+        "--chunk",
+        type=_at_least(1),
+        metavar="TOKENS",
+        help="split prompts; default: whole at admission",
+    )
+    replay.add_argument("--limit", type=_at_least(1), metavar="N", help="only the first N requests")
+    replay.add_argument(
+        "--arrangement",
+        choices=ARRANGEMENTS,
+        default=ARRANGEMENTS[0],
+        help="of sessions: by the clock, or one request of each in turn; default: %(default)s",
+    )
+    replay.add_argument(
+        "--max-context",
+        type=_at_least(1),
+        metavar="TOKENS",
+        help="leave out sessions and requests with a longer prompt and answer",
+    )
+    replay.add_argument(
+        "--seed", type=int, default=0, help="of the order of turns; default: %(default)s"
+    )
+    replay.add_argument(
+        "--workers",
+        type=_at_least(1),
+        default=1,
+        metavar="N",
+        help="processes; default: %(default)s",
+    )
+    replay.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _at_least(least: int) -> Callable[[str], int]:
+    def number(text: str) -> int:
+        value = int(text)
+        if value < least:
+            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
+        return value
+
+    return number
+
+
+def _replay(options: argparse.Namespace) -> int:
+    queues = options.policy or list(REPLAYED)
+    requests = read_requests(
+        options.trace,
+        limit=options.limit,
+        arrangement=options.arrangement,
+        residents=options.residents,
+        max_context=options.max_context,
+    )
+    setup = Setup(
+        num_blocks=options.blocks,
+        residents=options.residents,
+        block_size=options.block_size,
+        caching=options.caching,
+        chunk=options.chunk,
+        seed=options.seed,
+    )
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bars:
+        tasks = {queue: bars.add_task(queue, total=len(requests)) for queue in queues}
+        figures = replay_each(
+            requests,
+            setup,
+            queues,
+            workers=options.workers,
+            progress=lambda queue, admitted: bars.update(tasks[queue], completed=admitted),
+        )
+    if options.json:
+        found = {queue: each.as_json() for queue, each in figures.items()}
+        print(json.dumps({"setup": asdict(setup), "requests": len(requests), "queues": found}))
+    else:
+        Console().print(_table(figures))
+    return 0
+
+
+def _table(figures: dict[str, Figures]) -> Table:
+    """A column a queue: the names of the figures are long, and queues are few."""
+    table = Table()
+    table.add_column()
+    for queue in figures:
+        table.add_column(queue, justify="right")
+    rows: list[tuple[str, Callable[[Figures], str]]] = [
+        ("prefix hits", lambda each: f"{each.hit_rate:.2%}"),
+        ("blocks a run, prompts", lambda each: f"{each.prefill.blocks_per_run:,.1f}"),
+        ("blocks a run, at release", lambda each: f"{each.release.blocks_per_run:,.1f}"),
+        ("mergeable share", lambda each: f"{each.release.mergeable_share:.1%}"),
+        ("tile amplification", lambda each: f"{each.release.tile_amplification:.2f}"),
+        ("evictions", lambda each: f"{each.evictions:,}"),
+        ("early evictions", lambda each: _of_queue(each, "early_evictions")),
+        ("shortages", lambda each: _of_queue(each, "shortages")),
+        ("preemptions", lambda each: f"{each.preemptions:,}"),
+    ]
+    for name, text in rows:
+        table.add_row(name, *map(text, figures.values()))
+    return table
+
+
+def _of_queue(figures: Figures, name: str) -> str:
+    return f"{figures.queue[name]:,}" if name in figures.queue else "-"

@@ -1,0 +1,305 @@
+"""Request traces through the installed vLLM's pool: the figures, and what holds for each policy."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from implementations import HAS_VLLM
+from pools import splits_by_hash
+
+from pyblockpool.errors import ReplayError, SettingsError
+from pyblockpool.plugin import entry
+from pyblockpool.replay import Figures, Setup, replay, replay_each
+from pyblockpool.request_trace import TraceRequest, read_requests
+from pyblockpool.settings import QUEUE_VARIABLE
+
+pytestmark = pytest.mark.skipif(
+    not HAS_VLLM or not splits_by_hash(), reason="placement needs vLLM 0.24.0 or later"
+)
+
+QUEUES = ["python", "native", "native:sorted", "native:extent", "native:extent,size=2"]
+Replay = Callable[..., Figures]
+
+
+@pytest.fixture
+def replay_with(monkeypatch: pytest.MonkeyPatch) -> Replay:
+    """``replay_with(queue, requests, setup)``, in this process."""
+
+    def replay_with(queue: str, requests: list[TraceRequest], setup: Setup) -> Figures:
+        monkeypatch.setenv(QUEUE_VARIABLE, queue)
+        entry.register()
+        try:
+            return replay(requests, setup)
+        except ReplayError as error:
+            refusal = str(error)  # without its traceback, which keeps the pool alive
+        finally:
+            entry.restore()
+        raise ReplayError(refusal)
+
+    return replay_with
+
+
+def chats(num_sessions: int, turns: int, seed: int = 0) -> list[TraceRequest]:
+    """Sessions with a system prompt in common, whose prompts grow from turn to turn."""
+    chance = random.Random(seed)
+    system = range(100)
+    lengths = [chance.randint(20, 300) for _ in range(num_sessions)]
+    requests = []
+    for turn in range(turns):
+        for session in range(num_sessions):
+            first = 10_000 * (session + 1)
+            own = range(first, first + lengths[session] * (turn + 1))
+            requests.append(
+                TraceRequest(
+                    len(system) + len(own) + 5, chance.randint(1, 90), (system, own), 0, session
+                )
+            )
+    return requests
+
+
+def known_hits(requests: list[TraceRequest], block_size: int) -> int:
+    """Tokens that are hit in a pool that never forgets, by a set of all prefixes ever seen."""
+    seen: set[tuple[int, ...]] = set()
+    hits = 0
+    number = 0
+    for request in requests:
+        if request.round != number:
+            seen.clear()
+            number = request.round
+        tokens = [token for piece in request.prefix for token in piece]
+        longest = (request.input_length - 1) // block_size
+        whole = [tuple(tokens[: (i + 1) * block_size]) for i in range(len(tokens) // block_size)]
+        hits += block_size * next(
+            (i for i, prefix in enumerate(whole[:longest]) if prefix not in seen),
+            min(len(whole), longest),
+        )
+        seen.update(whole)
+    return hits
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_hits_in_a_pool_that_never_forgets(replay_with: Replay, queue: str) -> None:
+    requests = chats(6, 4)
+    found = replay_with(queue, requests, Setup(6000, 3))
+    assert found.prompt_tokens == sum(request.input_length for request in requests)
+    assert found.hit_tokens == known_hits(requests, 16) > 0
+    assert (found.evictions, found.preemptions) == (0, 0)
+    assert (found.prefill.tables, found.release.tables) == (12, 24)
+    # All of a prompt and an answer has a slot, but for the last token, which nobody reads.
+    assert found.release.blocks == sum(
+        -(-(request.input_length + request.output_length - 1) // 16) for request in requests
+    )
+    assert found.prefill.blocks == sum(
+        -(-request.input_length // 16) for request in requests[len(requests) // 2 :]
+    )
+
+
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_lru_and_sorted_evict_what_vllm_evicts(replay_with: Replay, chunk: int | None) -> None:
+    """A pool that is far too small: everything comes and goes."""
+    requests = chats(12, 6)
+    setup = Setup(220, 5, chunk=chunk)
+    vllm, lru, lowest = (
+        replay_with(queue, requests, setup) for queue in ("python", "native", "native:sorted")
+    )
+    assert vllm.evictions > 1000
+    assert vllm.preemptions > 0
+    assert vllm.queue == {}
+    assert lru.queue["policy"] == "lru"
+    lru.queue = {}
+    assert lru == vllm, "block for block"
+    for figure in ("hit_tokens", "evictions", "preemptions"):
+        assert getattr(lowest, figure) == getattr(vllm, figure)
+    assert lowest.release.runs < vllm.release.runs
+
+
+@pytest.mark.parametrize("caching", [True, False])
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_tile_amplification_of_extents(
+    replay_with: Replay, chunk: int | None, caching: bool
+) -> None:
+    """1.0 in a pool that never runs short, but for the tiles in which shared prefixes branch."""
+    requests = chats(40, 5)
+    found = replay_with("native:extent", requests, Setup(1000, 6, caching=caching, chunk=chunk))
+    assert found.queue["shortages"] == 0
+    assert found.evictions > 0 or not caching
+    branches = found.release.tables * 2 if caching else 0  # the system prompt, the last turn
+    assert found.release.packed_tiles <= found.release.tiles
+    assert found.release.tiles <= found.release.packed_tiles + branches
+    vllm = replay_with("python", requests, Setup(1000, 6, caching=caching, chunk=chunk))
+    assert vllm.release.tile_amplification > 2 * found.release.tile_amplification
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_the_same_again(replay_with: Replay, queue: str) -> None:
+    requests = chats(12, 3)
+    setup = Setup(500, 5, chunk=100)
+    assert replay_with(queue, requests, setup) == replay_with(queue, requests, setup)
+
+
+@pytest.mark.parametrize("queue", ["native:sorted", "native:extent"])
+def test_rounds_start_from_canonical_order(replay_with: Replay, queue: str) -> None:
+    """The prefix cache is reset between rounds: their tables are alike, whatever came before."""
+    one_round = [
+        TraceRequest(2000, 40, (range(prompt * 2000, (prompt + 1) * 2000),))
+        for prompt in range(2)
+        for _ in range(3)
+    ]
+    requests = [
+        TraceRequest(r.input_length, r.output_length, r.prefix, number)
+        for number in range(4)
+        for r in one_round
+    ]
+    found = replay_with(queue, requests, Setup(1000, 6))
+    assert found.hit_tokens == known_hits(requests, 16) == 4 * 4 * 1984
+    assert found.prefill.blocks_per_run > 30
+    vllm = replay_with("python", requests, Setup(1000, 6))
+    assert vllm.hit_tokens == found.hit_tokens
+    assert vllm.prefill.blocks_per_run < found.prefill.blocks_per_run / 3
+
+
+@pytest.mark.parametrize("queue", QUEUES)
+def test_a_request_that_does_not_fit(replay_with: Replay, queue: str) -> None:
+    fits = TraceRequest(100, 10)
+    setup = Setup(12, 4)  # 11 blocks, 176 tokens
+    assert replay_with(queue, [TraceRequest(100, 77)], setup).release.blocks == 11
+    for request in (TraceRequest(177, 1), TraceRequest(100, 78), TraceRequest(1000, 1)):
+        with pytest.raises(ReplayError, match=r"request 2 of the trace, .*12 blocks of 16"):
+            replay_with(queue, [fits, fits, request], setup)
+
+
+def test_each_queue_in_a_process_of_its_own() -> None:
+    queues = ["python", "native", "native:extent,size=2"]
+    seen: dict[str, list[int]] = {queue: [] for queue in queues}
+    found = replay_each(
+        chats(5, 2),
+        Setup(400, 3),
+        queues,
+        workers=2,
+        progress=lambda queue, admitted: seen[queue].append(admitted),
+    )
+    assert list(found) == queues
+    assert all(numbers == list(range(1, 11)) for numbers in seen.values())
+    assert [figures.queue.get("policy") for figures in found.values()] == [None, "lru", "extent"]
+    assert found["native:extent,size=2"].queue["size"] == 2
+    assert found["native"].release == found["python"].release
+
+
+def test_troubles_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(SettingsError, match="'nativ' is not allowed"):
+        replay_each(chats(1, 1), Setup(100, 1), ["python", "nativ"])
+    with pytest.raises(ReplayError, match="does not fit"):
+        replay_each(chats(1, 1), Setup(3, 1), ["native"])
+    monkeypatch.setenv("VLLM_PLUGINS", "another")
+    with pytest.raises(ReplayError, match="VLLM_PLUGINS, where it is set, has to name pyblockpool"):
+        replay_each(chats(1, 1), Setup(100, 1), ["native"])
+
+
+@pytest.mark.parametrize("name", ["num_blocks", "residents", "block_size", "chunk"])
+def test_impossible_setups_are_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=f"{name} must be at least"):
+        dataclasses.replace(Setup(100, 2), **{name: 0})  # type: ignore[arg-type]
+
+
+def command(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "pyblockpool", "replay", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        cwd="/",
+    )
+
+
+@pytest.fixture
+def trace(tmp_path: Path) -> str:
+    path = tmp_path / "trace.jsonl"
+    rows: list[dict[str, Any]] = [
+        {"input_length": 900 + i, "output_length": 30, "hash_ids": [0, i]} for i in range(1, 20)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_the_command_prints_a_table(trace: str) -> None:
+    policies = ["--policy", "python", "--policy", "native:extent"]
+    ran = command(trace, "--blocks", "400", "--residents", "3", "--workers", "2", *policies)
+    assert ran.returncode == 0, ran.stderr
+    header, *rows = [
+        [cell.strip() for cell in line.split(line[0])[1:-1]]
+        for line in ran.stdout.splitlines()
+        if line[0] in "┃│"
+    ]
+    assert header == ["", "python", "native:extent"]
+    figures = {name: cells for name, *cells in rows}
+    assert figures["prefix hits"][0] == figures["prefix hits"][1] != "0.00%"
+    assert figures["tile amplification"][1] == "1.00"
+    assert figures["shortages"] == ["-", "0"]
+
+
+def test_the_command_prints_json(trace: str) -> None:
+    ran = command(trace, "--blocks", "400", "--policy", "native:extent", "--limit", "5", "--json")
+    assert ran.returncode == 0, ran.stderr
+    found = json.loads(ran.stdout)
+    assert (found["requests"], found["setup"]["num_blocks"]) == (5, 400)
+    figures = found["queues"]["native:extent"]
+    assert figures["queue"]["policy"] == "extent"
+    assert figures["hit_rate"] == figures["hit_tokens"] / figures["prompt_tokens"] > 0
+    assert figures["release"]["tile_amplification"] == 1.0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "complaint"),
+    [
+        (["nowhere.jsonl", "--blocks", "100"], 1, "No such file"),
+        (["{trace}", "--blocks", "9"], 1, "does not fit into 9 blocks"),
+        (["{trace}", "--blocks", "100", "--policy", "lru"], 1, "'lru' is not allowed"),
+        (["{trace}", "--blocks", "1"], 2, "--blocks: must be at least 2, not 1"),
+        (["{trace}", "--blocks", "100", "--chunk", "0"], 2, "--chunk: must be at least 1, not 0"),
+        (["{trace}"], 2, "required: --blocks"),
+    ],
+)
+def test_the_command_says_what_is_wrong(
+    trace: str, arguments: list[str], status: int, complaint: str
+) -> None:
+    ran = command(*(argument.format(trace=trace) for argument in arguments))
+    assert (ran.returncode, ran.stdout) == (status, "")
+    assert complaint in ran.stderr
+    assert "Traceback" not in ran.stderr
+
+
+# A short table has a whole tile more for each prefix that it shares.
+PUBLIC: list[tuple[str, dict[str, Any], Setup, float]] = [
+    ("mooncake_conversation.jsonl", {"limit": 60}, Setup(16_384, 16), 1.01),
+    ("azure2023_conv.csv", {"limit": 400}, Setup(4_096, 32), 1.0),
+    ("weka_agentic_odd.jsonl", {"limit": 40, "max_context": 65_536}, Setup(24_576, 4), 1.01),
+    ("synthetic_grpo.jsonl", {"limit": 300}, Setup(16_384, 64), 1.2),
+]
+
+
+@pytest.mark.parametrize(
+    ("file", "read", "setup", "amplification"), PUBLIC, ids=[file for file, *_ in PUBLIC]
+)
+def test_public_traces(
+    replay_with: Replay, file: str, read: dict[str, Any], setup: Setup, amplification: float
+) -> None:
+    """The files are not part of the repository: PYBLOCKPOOL_TRACES is the folder they are in."""
+    path = Path(os.environ.get("PYBLOCKPOOL_TRACES", "")) / file
+    if not path.is_file():
+        pytest.skip(f"set PYBLOCKPOOL_TRACES to a folder with {file}")
+    requests = read_requests(path, residents=setup.residents, **read)
+    vllm, extents = (replay_with(queue, requests, setup) for queue in ("python", "native:extent"))
+    assert vllm.prompt_tokens == extents.prompt_tokens
+    assert abs(vllm.hit_rate - extents.hit_rate) < 0.005
+    assert extents.queue["shortages"] == 0
+    assert 1.0 <= extents.release.tile_amplification <= amplification
+    assert vllm.release.tile_amplification > max(1.05, extents.release.tile_amplification)
