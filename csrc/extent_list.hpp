@@ -34,6 +34,7 @@ class ExtentList {
     while ((BlockId{1} << shift_) < size_) ++shift_;
     parts_.resize(static_cast<std::size_t>(size_));
     most_.grow(static_cast<std::size_t>(size_));
+    if (size_ == 1) cached_.look_ahead();
     grow(list.capacity());
   }
 
@@ -118,12 +119,8 @@ class ExtentList {
     BlockId id = cached_.next(behind);
     for (std::size_t i = 0; i < chain.size;) {
       const BlockId k = extent_of(id);
-      // As long as the chain stays in the extent, which chains of neighbours do.
-      std::int16_t count = 0;
-      do {
-        ++count;
-        id = cached_.next(id);
-      } while (++i < chain.size && extent_of(id) == k);
+      const int count = walk_extent(k, id, chain.size - i);
+      i += static_cast<std::size_t>(count);
       // Only an extent that becomes whole changes its place.
       const bool whole = at(k).free + count == size_;
       if (whole) unfile(k);
@@ -312,6 +309,29 @@ class ExtentList {
     return spendable == spendable_.count() ? "" : "the count of spendable ids is wrong";
   }
 
+  // Moves `id`, the first of `left` ids that have come to the end of the list, behind those of them
+  // that are of extent k, too; returns how many they are.
+  int walk_extent(BlockId k, BlockId& id, std::size_t left) const {
+    FreeList::Gap around{};
+    if (at(k).free == 0 && left >= static_cast<std::size_t>(size_) && lies_together(k, around)) {
+      id = around.after;
+      return size_;
+    }
+    int count = 0;
+    do {
+      ++count;
+      --left;
+      id = cached_.next(id);
+    } while (left > 0 && extent_of(id) == k);
+    return count;
+  }
+
+  // Whether all ids of an extent are in the list side by side, as they are after a request that had
+  // the whole of it.
+  bool lies_together(BlockId k, FreeList::Gap& around) const {
+    return end_of(k) == (k + 1) << shift_ && cached_.lie_together(k << shift_, size_, around);
+  }
+
   // Out of the index in which its counts say that it is; and into it again.
   void unfile(BlockId k) {
     const Extent& extent = at(k);
@@ -384,11 +404,10 @@ class ExtentList {
       spend(id);
       singles_.push_back(id);
     }
-    while (singles_.size() < count) {
-      const BlockId id = cached_.pop_front();
-      PYBLOCKPOOL_PREFETCH(cached_.payload(id));
+    cached_.pop_front_each(count - singles_.size(), [this](BlockId id, void* payload) {
+      PYBLOCKPOOL_PREFETCH(payload);
       singles_.push_back(id);
-    }
+    });
     sort(singles_);
     for (const BlockId id : singles_) taken.add(id);
   }
@@ -424,6 +443,12 @@ class ExtentList {
   // Takes the cached ids of an opened extent out of their list. Those that are not at its front are
   // given up for their neighbours, while older ones of other extents stay.
   void give_up_cached(BlockId k) {
+    FreeList::Gap around{};
+    if (at(k).cached == size_ && lies_together(k, around)) {
+      if (around.before != kEnd) early_evictions_ += size_;
+      cached_.remove_together(k << shift_, size_, around);
+      return;
+    }
     const auto in_extent = [this, k](BlockId id) { return extent_of(id) == k; };
     const auto cached = static_cast<std::size_t>(at(k).cached);
     const std::size_t early = cached - cached_.pop_front_while(in_extent);

@@ -61,9 +61,14 @@ class FreeList {
   // Makes room for the ids 0 ... capacity-1. Ids that are new are unlinked. Throws std::bad_alloc
   // with nothing changed.
   void grow(std::size_t capacity) {
-    if (capacity + 1 > links_.size())
-      links_.resize(capacity + 1, Links{kUnlinked, kUnlinked, nullptr});
+    if (capacity + 1 <= links_.size()) return;
+    if (looks_ahead()) ahead_.resize(capacity + 1, kEnd);
+    links_.resize(capacity + 1, Links{kUnlinked, kUnlinked, nullptr});
   }
+
+  // From here on the list notes which ids are coming, for those who pop many of them: four bytes an
+  // id. Throws std::bad_alloc with nothing changed.
+  void look_ahead() { ahead_.resize(links_.size(), kEnd); }
 
   std::size_t capacity() const { return links_.size() - 1; }
   std::size_t size() const { return size_; }
@@ -99,25 +104,41 @@ class FreeList {
     return id;
   }
 
-  // Takes the first `count` ids off the list, in order: puts their payloads into `out` and calls
-  // visit(payload) for each. The visits run a few steps behind, so that what a payload points to is
-  // loaded by then: the list is small and stays in cache, what it orders is not.
-  template <class Visit>
-  void pop_front_n(std::size_t count, void** out, Visit visit) {
+  // Takes the first `count` ids off the list, in order: calls each(id, payload).
+  template <class Each>
+  void pop_front_each(std::size_t count, Each each) {
     PYBLOCKPOOL_EXPECT(count <= size_);
-    constexpr std::size_t kBehind = 16;
     BlockId id = front();
     for (std::size_t i = 0; i < count; ++i) {
+      if (looks_ahead()) {
+        const BlockId later = ahead_[index(id)];
+        PYBLOCKPOOL_PREFETCH(&links_[index(later)]);
+        PYBLOCKPOOL_PREFETCH(&ahead_[index(later)]);
+      }
       Links& links = at(id);
-      out[i] = links.payload;
-      PYBLOCKPOOL_PREFETCH(links.payload);
-      id = links.next;
+      const BlockId after = links.next;
       links.next = kUnlinked;
-      if (i >= kBehind) visit(out[i - kBehind]);
+      each(id, links.payload);
+      id = after;
     }
-    for (std::size_t i = count > kBehind ? count - kBehind : 0; i < count; ++i) visit(out[i]);
     join(kEnd, id);
     size_ -= count;
+  }
+
+  // The same, but puts the payloads into `out` and calls visit(payload) for each. The visits run a
+  // few steps behind, so that what a payload points to is loaded by then: the list is small and
+  // stays in cache, what it orders is not.
+  template <class Visit>
+  void pop_front_n(std::size_t count, void** out, Visit visit) {
+    constexpr std::size_t kBehind = 16;
+    std::size_t i = 0;
+    pop_front_each(count, [&](BlockId, void* payload) {
+      out[i] = payload;
+      PYBLOCKPOOL_PREFETCH(payload);
+      if (i >= kBehind) visit(out[i - kBehind]);
+      ++i;
+    });
+    for (i = count > kBehind ? count - kBehind : 0; i < count; ++i) visit(out[i]);
   }
 
   // Takes ids off the front as long as `wanted(id)` says so; returns how many.
@@ -146,6 +167,38 @@ class FreeList {
     --size_;
   }
 
+  // What is around ids that lie side by side.
+  struct Gap {
+    BlockId before;
+    BlockId after;
+  };
+
+  // Whether the `count` > 1 ids from `first` on are in the list side by side, in whatever order:
+  // the links lead out of them once, where the link of an id that is not in the list leads out,
+  // too. Looks at the ids by number, so that it need not wait for one to know which is next.
+  bool lie_together(BlockId first, BlockId count, Gap& around) const {
+    PYBLOCKPOOL_EXPECT(count > 1);
+    const auto inside = [first, count](BlockId id) { return id >= first && id - first < count; };
+    bool left = false;
+    for (BlockId id = first; id < first + count; ++id) {
+      const Links& links = at(id);
+      if (!inside(links.prev)) around.before = links.prev;
+      if (!inside(links.next)) {
+        if (left) return false;
+        left = true;
+        around.after = links.next;
+      }
+    }
+    return true;
+  }
+
+  // Removes ids that lie together.
+  void remove_together(BlockId first, BlockId count, const Gap& around) {
+    for (BlockId id = first; id < first + count; ++id) at(id).next = kUnlinked;
+    join(around.before, around.after);
+    size_ -= static_cast<std::size_t>(count);
+  }
+
   // Adds an unlinked id at the end of a chain; contains(id) holds from here on, so an id that
   // comes twice is seen.
   void extend(Chain& chain, BlockId id) {
@@ -158,6 +211,11 @@ class FreeList {
     at(id).next = kEnd;
     chain.last = id;
     ++chain.size;
+    if (looks_ahead()) {
+      BlockId& earlier = recent_[extended_++ % kAhead];
+      ahead_[index(earlier)] = id;
+      earlier = id;
+    }
   }
 
   // The same for an id that may be anything: false, with nothing changed, unless it is an unlinked
@@ -201,9 +259,9 @@ class FreeList {
   // Canonical order: ascending ids. One pass over the array, no sort.
   void sort_by_id() {
     BlockId last = kEnd;
-    for (std::size_t index = 1; index < links_.size(); ++index) {
-      if (links_[index].next < kEnd) continue;
-      const BlockId id = static_cast<BlockId>(index) - 1;
+    for (std::size_t i = 1; i < links_.size(); ++i) {
+      if (links_[i].next < kEnd) continue;
+      const BlockId id = static_cast<BlockId>(i) - 1;
       join(last, id);
       last = id;
     }
@@ -231,9 +289,15 @@ class FreeList {
       return "the list says " + std::to_string(size_) + " ids but a walk finds " +
              (walked > size_ ? "more" : std::to_string(walked));
     }
+    if (looks_ahead() && ahead_.size() < links_.size()) return "there is no room to look ahead";
+    for (const BlockId id : ahead_) {
+      if (id < kEnd || index(id) >= links_.size()) {
+        return "the hint " + std::to_string(id) + " is outside the list";
+      }
+    }
     std::size_t linked = 0;
-    for (std::size_t index = 1; index < links_.size(); ++index) {
-      linked += links_[index].next >= kEnd ? 1U : 0U;
+    for (std::size_t i = 1; i < links_.size(); ++i) {
+      linked += links_[i].next >= kEnd ? 1U : 0U;
     }
     if (linked != size_) {
       return std::to_string(linked) + " ids carry links but the list has " + std::to_string(size_);
@@ -253,14 +317,18 @@ class FreeList {
     void* payload;
   };
 
+  static std::size_t index(BlockId id) { return static_cast<std::size_t>(id + 1); }
+
   Links& at(BlockId id) {
-    PYBLOCKPOOL_EXPECT(id >= kEnd && static_cast<std::size_t>(id + 1) < links_.size());
-    return links_[static_cast<std::size_t>(id + 1)];
+    PYBLOCKPOOL_EXPECT(id >= kEnd && index(id) < links_.size());
+    return links_[index(id)];
   }
   const Links& at(BlockId id) const {
-    PYBLOCKPOOL_EXPECT(id >= kEnd && static_cast<std::size_t>(id + 1) < links_.size());
-    return links_[static_cast<std::size_t>(id + 1)];
+    PYBLOCKPOOL_EXPECT(id >= kEnd && index(id) < links_.size());
+    return links_[index(id)];
   }
+
+  bool looks_ahead() const { return !ahead_.empty(); }
 
   void join(BlockId before, BlockId after) {
     at(before).next = after;
@@ -269,6 +337,13 @@ class FreeList {
 
   std::vector<Links> links_ = {Links{kEnd, kEnd, nullptr}};
   std::size_t size_ = 0;
+  // If somebody looks ahead: by id, the one that was chained kAhead later. A walk along the links
+  // waits for memory at each step, unless it knows what is coming. Only a hint, of no consequence
+  // where ids have left in between.
+  static constexpr std::size_t kAhead = 16;
+  std::vector<BlockId> ahead_;
+  BlockId recent_[kAhead] = {};
+  std::size_t extended_ = 0;
 };
 
 }  // namespace pyblockpool

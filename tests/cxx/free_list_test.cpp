@@ -19,6 +19,9 @@ struct BrokenFreeList {
   static void set_next(FreeList& list, BlockId id, BlockId next) { list.at(id).next = next; }
   static void set_prev(FreeList& list, BlockId id, BlockId prev) { list.at(id).prev = prev; }
   static void set_size(FreeList& list, std::size_t size) { list.size_ = size; }
+  static void set_hint(FreeList& list, BlockId id, BlockId hint) {
+    list.ahead_[FreeList::index(id)] = hint;
+  }
 };
 
 }  // namespace pyblockpool
@@ -53,6 +56,7 @@ void random_program(unsigned seed) {
   };
   std::vector<int> payloads(300);
   FreeList list;
+  if (seed % 2 == 1) list.look_ahead();
   std::list<BlockId> expected;
   std::vector<BlockId> in_use;
   const auto grow = [&] {
@@ -67,7 +71,7 @@ void random_program(unsigned seed) {
   grow();
   for (int step = 0; step < 2000; ++step) {
     std::string what = "seed " + std::to_string(seed) + " step " + std::to_string(step) + " ";
-    switch (below(8)) {
+    switch (below(10)) {
       case 0:
         if (expected.empty()) continue;
         what += "pop_front";
@@ -139,7 +143,43 @@ void random_program(unsigned seed) {
         }
         break;
       }
-      case 6:
+      case 6: {
+        what += "pop_front_each";
+        const std::size_t count = below(expected.size() + 1);
+        std::size_t popped = 0;
+        list.pop_front_each(count, [&](BlockId id, const void* payload) {
+          require(id == expected.front(), what);
+          require(payload == &payloads[static_cast<std::size_t>(id)], what);
+          in_use.push_back(id);
+          expected.pop_front();
+          ++popped;
+        });
+        require(popped == count, what);
+        break;
+      }
+      case 7: {
+        what += "lie_together";
+        if (list.capacity() < 2) continue;
+        const auto count =
+            static_cast<BlockId>(2 + below(std::min<std::size_t>(list.capacity() - 1, 8)));
+        const auto room = list.capacity() - static_cast<std::size_t>(count);
+        const auto first = static_cast<BlockId>(below(room + 1));
+        const auto inside = [=](BlockId id) { return id >= first && id < first + count; };
+        const auto begin = std::find_if(expected.begin(), expected.end(), inside);
+        const auto end = std::find_if_not(begin, expected.end(), inside);
+        FreeList::Gap around{};
+        const bool together = list.lie_together(first, count, around);
+        require(together == (std::distance(begin, end) == count), what);
+        if (!together) continue;
+        require(around.before == (begin == expected.begin() ? kEnd : *std::prev(begin)), what);
+        require(around.after == (end == expected.end() ? kEnd : *end), what);
+        what += ", remove_together";
+        list.remove_together(first, count, around);
+        in_use.insert(in_use.end(), begin, end);
+        expected.erase(begin, end);
+        break;
+      }
+      case 8:
         what += "sort_by_id";
         list.sort_by_id();
         expected.sort();
@@ -166,6 +206,7 @@ void empty_list() {
 template <class Break>
 void require_noticed(Break break_it, const std::string& expected) {
   FreeList list;
+  list.look_ahead();
   list.grow(6);
   for (const BlockId id : {4, 1, 3}) list.push_back(id);
   break_it(list);
@@ -191,6 +232,8 @@ void broken_lists() {
                   "the list says 4 ids but a walk finds 3");
   require_noticed([](FreeList& list) { BrokenFreeList::set_next(list, 5, 5); },
                   "4 ids carry links but the list has 3");
+  require_noticed([](FreeList& list) { BrokenFreeList::set_hint(list, 2, 6); },
+                  "the hint 6 is outside the list");
 }
 
 }  // namespace
