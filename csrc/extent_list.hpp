@@ -11,6 +11,7 @@
 
 #include "free_list.hpp"
 #include "id_bitmap.hpp"
+#include "run_set.hpp"
 
 namespace pyblockpool {
 
@@ -19,7 +20,7 @@ namespace pyblockpool {
 //   id is spendable                <=>  spendable_.test(id)  <=>  cached_.is_aside(id)
 //   id is cached                   <=>  id is in the list cached_, longest free first
 //   extents_[k].free, .cached       =   how many ids of k are spendable or cached; cached
-//   k is clean  (free == E, cached == 0)           <=>  clean_.test(k)  <=>  !dirty_.test(k)
+//   k is clean  (free == E, cached == 0)           <=>  clean_.test(k)
 //   k is aged   (free == E, cached > 0)            <=>  k is in the list aged_, longest whole first
 //   k is partly spendable (free < E, free - cached == g > 0)   <=>  parts_[g].test(k)
 //   parts_[g] has a member                         <=>  most_.test(g)
@@ -54,12 +55,9 @@ class ExtentList {
     scratch_.grow(extents);
     if (size_ > 1) {
       clean_.grow(extents);
-      dirty_.grow(extents);
       for (std::size_t g = 1; g < parts_.size(); ++g) parts_[g].grow(extents);
       aged_.grow(extents);
-      const std::size_t before = extents_.size();
       extents_.resize(extents);
-      for (std::size_t k = before; k < extents; ++k) dirty_.set(static_cast<BlockId>(k));
     }
     spendable_.grow(capacity);
     capacity_ = capacity;
@@ -72,7 +70,6 @@ class ExtentList {
       singles_.reserve(count);
     } else {
       opened_.reserve((count >> shift_) + 2);
-      runs_.reserve(extents_.size() / 2 + 1);
     }
   }
 
@@ -179,7 +176,7 @@ class ExtentList {
       }
     }
     if (shared_ != kEnd) append_spendable(shared_, ids);
-    for (const Run& run : shortest_runs_first()) {
+    for (const RunSet::Run& run : shortest_runs_first()) {
       const BlockId end = (run.first + run.length) << shift_;
       for (BlockId id = run.first << shift_; id < end; ++id) ids.push_back(id);
     }
@@ -226,7 +223,7 @@ class ExtentList {
                " and " + std::to_string(found.cached);
       }
       const bool whole = told.free == size_;
-      if (clean_.test(k) != (whole && told.cached == 0) || clean_.test(k) == dirty_.test(k)) {
+      if (clean_.test(k) != (whole && told.cached == 0)) {
         return "extent " + std::to_string(k) + " is clean in one place only";
       }
       if (aged_.contains(k) != (whole && told.cached > 0)) {
@@ -250,19 +247,14 @@ class ExtentList {
       return "the counts of spendable and cached ids or of aged extents are wrong";
     }
     if (shared_ != kEnd && at(shared_).free == size_) return "the shared extent is whole";
-    return aged_.check();
+    const std::string clean = clean_.check();
+    return clean.empty() ? aged_.check() : clean;
   }
 
  private:
   struct Extent {
     std::int16_t free;
     std::int16_t cached;
-  };
-
-  // Neighbouring clean extents.
-  struct Run {
-    BlockId length;
-    BlockId first;
   };
 
   // What has been handed out in one call. The visits run a few steps behind, so that what a payload
@@ -341,7 +333,6 @@ class ExtentList {
         aged_.remove(k);
       } else {
         clean_.reset(k);
-        dirty_.set(k);
       }
     } else if (part > 0) {
       IdBitmap& alike = parts_[static_cast<std::size_t>(part)];
@@ -358,7 +349,6 @@ class ExtentList {
         aged_.push_back(k);
       } else {
         clean_.set(k);
-        dirty_.reset(k);
       }
       if (shared_ == k) shared_ = kEnd;
     } else if (part > 0) {
@@ -426,12 +416,17 @@ class ExtentList {
     file(k);
   }
 
-  // Takes up to `more`+1 whole extents out of their indexes, into opened_, ascending. What is
-  // cached in them is given up, longest whole first: it is in the list no more.
+  // Takes up to `more`+1 whole extents out of their indexes, into opened_, ascending: clean ones in
+  // as few pieces as they come, then aged ones, longest whole first. What is cached in them is
+  // given up, longest whole first: it is in the list no more.
   void open(std::size_t more) {
     const std::size_t wanted = more + 1;
     opened_.clear();
-    if (clean_.count() > 0) open_clean(wanted);
+    while (clean_.count() > 0 && opened_.size() < wanted) {
+      const std::size_t left = wanted - opened_.size();
+      const RunSet::Run run = clean_.take(clean_.best(left), left);
+      for (BlockId k = run.first; k < run.first + run.length; ++k) opened_.push_back(k);
+    }
     while (aged_.size() > 0 && opened_.size() < wanted) {
       const BlockId k = aged_.pop_front();
       give_up_cached(k);
@@ -485,70 +480,17 @@ class ExtentList {
     scratch_.drain([&next](BlockId number) { *next++ = number; });
   }
 
-  // Up to `wanted` clean extents: of the shortest run that holds them all; if none does, the
-  // longest run, and again. The lowest of several.
-  void open_clean(std::size_t wanted) {
-    runs_.clear();
-    Run best{0, kEnd};
-    const auto limit = static_cast<BlockId>(std::min(wanted, extents_.size() + 1));
-    for (BlockId k = clean_.next(0); k != kEnd && best.length != limit;) {
-      const BlockId end = end_of_run(k);
-      const Run run{end - k, k};
-      runs_.push_back(run);
-      if (run.length >= limit && (best.length == 0 || run.length < best.length)) best = run;
-      k = clean_.next(end);
-    }
-    if (best.length > 0) {
-      open_run(best, wanted);
-      return;
-    }
-    // None of them alone: as many of the longest as there may be of them.
-    const auto longest_first = [](const Run& a, const Run& b) {
-      return a.length != b.length ? a.length > b.length : a.first < b.first;
-    };
-    const std::size_t most = std::min(wanted, runs_.size());
-    std::partial_sort(runs_.begin(), runs_.begin() + static_cast<std::ptrdiff_t>(most), runs_.end(),
-                      longest_first);
-    for (std::size_t i = 0; i < most && opened_.size() < wanted; ++i) {
-      const auto left = static_cast<BlockId>(wanted - opened_.size());
-      best = runs_[i];
-      if (best.length >= left) {
-        for (std::size_t j = i + 1; j < runs_.size(); ++j) {
-          const Run& run = runs_[j];
-          if (run.length >= left &&
-              (run.length != best.length ? run.length < best.length : run.first < best.first)) {
-            best = run;
-          }
-        }
-      }
-      open_run(best, wanted);
-    }
-  }
-
-  void open_run(const Run& run, std::size_t wanted) {
-    for (BlockId k = run.first; k < run.first + run.length && opened_.size() < wanted; ++k) {
-      clean_.reset(k);
-      dirty_.set(k);
-      opened_.push_back(k);
-    }
-  }
-
   // All runs of clean extents; the lowest of several of one length first.
-  std::vector<Run> shortest_runs_first() const {
-    std::vector<Run> runs;
-    for (BlockId k = clean_.next(0); k != kEnd;) {
-      const BlockId end = end_of_run(k);
-      runs.push_back(Run{end - k, k});
-      k = clean_.next(end);
+  std::vector<RunSet::Run> shortest_runs_first() const {
+    std::vector<RunSet::Run> runs;
+    for (RunSet::Run run = clean_.next(0); run.length > 0;
+         run = clean_.next(run.first + run.length)) {
+      runs.push_back(run);
     }
-    std::stable_sort(runs.begin(), runs.end(),
-                     [](const Run& a, const Run& b) { return a.length < b.length; });
+    std::stable_sort(runs.begin(), runs.end(), [](const RunSet::Run& a, const RunSet::Run& b) {
+      return a.length < b.length;
+    });
     return runs;
-  }
-
-  BlockId end_of_run(BlockId k) const {
-    const BlockId end = dirty_.next(k);
-    return end == kEnd ? static_cast<BlockId>(extents_.size()) : end;
   }
 
   // Takes up to `most` spendable ids of an extent that is not whole.
@@ -591,8 +533,7 @@ class ExtentList {
   std::size_t capacity_ = 0;
   IdBitmap spendable_;
   std::vector<Extent> extents_;
-  IdBitmap clean_;
-  IdBitmap dirty_;
+  RunSet clean_;
   FreeList aged_;
   // By the number of spendable ids, 1 ... E-1.
   std::vector<IdBitmap> parts_;
@@ -605,7 +546,6 @@ class ExtentList {
   // Of one call.
   std::vector<BlockId> opened_;
   std::vector<BlockId> singles_;
-  std::vector<Run> runs_;
   IdBitmap scratch_;
 };
 

@@ -80,6 +80,22 @@ class IdBitmap {
     return kEnd;
   }
 
+  // The highest member that is not above `from`, kEnd if there is none.
+  BlockId previous(BlockId from) const {
+    for (std::size_t level = 0; level < levels_.size(); ++level) {
+      const unsigned above = 63U - bit(from);
+      const Word rest = word(level, from) << above >> above;
+      if (rest != 0) {
+        from = (from >> kShift << kShift) + highest_bit(rest);
+        while (level-- > 0) from = (from << kShift) + highest_bit(levels_[level][index(from)]);
+        return from;
+      }
+      from = (from >> kShift) - 1;
+      if (from < 0) return kEnd;
+    }
+    return kEnd;
+  }
+
   // Calls visit(id) for each member, ascending, and leaves the set empty.
   template <class Visit>
   void drain(Visit visit) {

@@ -391,6 +391,28 @@ def test_sorted_evicts_what_vllm_would(blocks: MakeBlocks) -> None:
     assert queues["native"].check() == ""
 
 
+def test_extents_are_opened_in_as_few_pieces_as_the_specification_says(blocks: MakeBlocks) -> None:
+    """Many runs of clean extents, short and long ones: too many for the state machine."""
+    chance = random.Random(8)
+    made = blocks(1200)
+    queue = _queue.FreeBlockQueue(made, policy="extent", size=2)
+    order = reference.ExtentOrder(2)
+    order.add_unhashed(list(range(1200)))
+    requests: list[list[int]] = []
+    for _ in range(600):
+        n = chance.choice([2, 6, 30, 64, 150])
+        if queue.num_free_blocks >= n and chance.random() < 0.55:
+            taken = order.take(n, None)
+            assert ids(queue.popleft_n(n)) == taken
+            requests += [taken[i : i + 100] for i in range(0, n, 100)]
+        elif requests:
+            request = requests.pop(chance.randrange(len(requests)))
+            queue.prepend_n([made[i] for i in request])
+            order.add_unhashed(request)
+    assert queue.check() == ""
+    assert queue.stats()["clean"] == order.stats()["clean"] > 0
+
+
 @pytest.mark.parametrize("size", [2, 8])
 def test_outside_of_shortage_an_extent_has_one_tenant(strict_class: Any, size: int) -> None:
     """So the tiles of a request are its own, in prefill and decode, with a full prefix cache."""

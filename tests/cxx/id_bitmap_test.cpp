@@ -2,6 +2,7 @@
 #include "id_bitmap.hpp"
 
 #include <iostream>
+#include <iterator>
 #include <random>
 #include <set>
 #include <string>
@@ -25,6 +26,9 @@ void require_same(const IdBitmap& bitmap, const std::set<BlockId>& expected,
     require(bitmap.next(from) == (found == expected.end() ? kEnd : *found),
             after + ": next " + std::to_string(from));
     if (from < capacity) {
+      const auto above = expected.upper_bound(from);
+      require(bitmap.previous(from) == (above == expected.begin() ? kEnd : *std::prev(above)),
+              after + ": previous " + std::to_string(from));
       require(bitmap.test(from) == (expected.count(from) > 0),
               after + ": test " + std::to_string(from));
     }
