@@ -77,19 +77,13 @@ def grow_in_place(original: Method) -> Method:
     @functools.wraps(original)
     def allocate(self: Any, request_id: str, *args: Any, **kwargs: Any) -> Any:
         table = self.req_to_blocks.get(request_id)
-        last = table[-1] if table else None
-        pool = self.block_pool
-        queue = pool.free_block_queue
-        if (
-            last is None
-            or last.is_null
-            or last.ref_cnt == 0  # given up already
-            or not isinstance(queue, FreeBlockQueue)
-            or last.block_id >= len(pool.blocks)
-            or pool.blocks[last.block_id] is not last  # of another pool
-        ):
+        queue = self.block_pool.free_block_queue
+        if not table or (last := table[-1]).is_null or not isinstance(queue, FreeBlockQueue):
             return original(self, request_id, *args, **kwargs)
-        queue.grow_after(last)
+        try:
+            queue.grow_after(last)
+        except RuntimeError:  # of another pool, or given up already
+            return original(self, request_id, *args, **kwargs)
         try:
             return original(self, request_id, *args, **kwargs)
         finally:
