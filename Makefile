@@ -87,6 +87,7 @@ $(VENV)/.installed: $(VENV)/.env $(SOURCES)
 	$(BIN)/pip wheel --quiet --no-deps --wheel-dir dist . \
 	  --config-settings=cmake.define.PYBLOCKPOOL_WARNINGS_AS_ERRORS=ON
 	$(BIN)/pip install --quiet --force-reinstall --no-deps dist/*.whl
+	$(BIN)/pip install --quiet dist/*.whl  # what it depends on, where it is missing
 	touch $@
 
 clean:

@@ -435,25 +435,31 @@ class ExtentList {
     sort(opened_);
   }
 
-  // Takes the cached ids of an opened extent out of their list. Those that are not at its front are
-  // given up for their neighbours, while older ones of other extents stay.
+  // Takes the cached ids of an opened extent out of their list. The longest stretch of them there
+  // leaves in its turn, the others leave early, for their neighbours' sake.
   void give_up_cached(BlockId k) {
     FreeList::Gap around{};
     if (at(k).cached == size_ && lies_together(k, around)) {
-      if (around.before != kEnd) early_evictions_ += size_;
       cached_.remove_together(k << shift_, size_, around);
       return;
     }
-    const auto in_extent = [this, k](BlockId id) { return extent_of(id) == k; };
-    const auto cached = static_cast<std::size_t>(at(k).cached);
-    const std::size_t early = cached - cached_.pop_front_while(in_extent);
-    early_evictions_ += static_cast<std::int64_t>(early);
-    std::size_t left = early;
+    std::size_t left = static_cast<std::size_t>(at(k).cached);
+    early_evictions_ += at(k).cached;
+    std::int64_t longest = 0;
     for (BlockId id = k << shift_; left > 0; ++id) {
       if (!cached_.contains(id) || cached_.is_aside(id)) continue;
-      cached_.remove(id);
-      --left;
+      BlockId first = id;
+      while (extent_of(cached_.prev(first)) == k) first = cached_.prev(first);
+      std::int64_t length = 0;
+      for (BlockId after = first; extent_of(after) == k; ++length) {
+        first = after;
+        after = cached_.next(after);
+        cached_.remove(first);
+      }
+      longest = std::max(longest, length);
+      left -= static_cast<std::size_t>(length);
     }
+    early_evictions_ -= longest;
   }
 
   // Takes the first `most` ids of an opened extent; the rest of it is spendable.

@@ -141,17 +141,6 @@ class FreeList {
     for (i = count > kBehind ? count - kBehind : 0; i < count; ++i) visit(out[i]);
   }
 
-  // Takes ids off the front as long as `wanted(id)` says so; returns how many.
-  template <class Wanted>
-  std::size_t pop_front_while(Wanted wanted) {
-    std::size_t count = 0;
-    BlockId id = front();
-    for (; id != kEnd && wanted(id); ++count) id = unchain(id);
-    join(kEnd, id);
-    size_ -= count;
-    return count;
-  }
-
   void push_back(BlockId id) {
     PYBLOCKPOOL_EXPECT(!contains(id));
     join(back(), id);

@@ -32,8 +32,8 @@ class QueueStats(TypedDict):
     longest_run: blocks in the longest of them. Under ``sorted`` and ``extent`` also: size, blocks
     in an extent. unhashed: free blocks without a hash, or with one that is given up. clean, aged:
     extents that are free as a whole, without and with cached blocks. early_evictions: cached
-    blocks that were given up for their neighbours while older ones stayed. shortages: calls that
-    found too few whole extents.
+    blocks that were given up out of turn, for the sake of their extent: at most E-1 of each that
+    was opened. shortages: calls that found too few whole extents.
     """
 
     implementation: str

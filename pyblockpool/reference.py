@@ -191,15 +191,17 @@ class ExtentOrder:
         return opened + aged
 
     def _doom(self, extent: int) -> None:
-        """Give up the cached blocks of an extent."""
+        """Give up the cached blocks of an extent.
+
+        The longest stretch of them in LRU order leaves in its turn; the others leave early, for
+        their neighbours' sake.
+        """
         ids = range(extent * self._size, (extent + 1) * self._size)
-        while self._cached and self._cached[0] in ids:
-            self._spendable.add(self._cached.pop(0))
-        # Given up for their neighbours, while older ones of other extents stay.
-        early = [block_id for block_id in self._cached if block_id in ids]
-        self._early_evictions += len(early)
+        places = [place for place, block_id in enumerate(self._cached) if block_id in ids]
+        stretches = [len(stretch) for stretch in _runs(places)]
+        self._early_evictions += sum(stretches) - max(stretches, default=0)
+        self._spendable |= {self._cached[place] for place in places}
         self._cached = [block_id for block_id in self._cached if block_id not in ids]
-        self._spendable |= set(early)
 
     def _spend(self, ids: list[int], taken: list[int]) -> None:
         self._spendable -= set(ids)

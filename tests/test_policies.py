@@ -301,6 +301,44 @@ def test_early_evictions_are_counted(strict_class: Any, blocks: MakeBlocks) -> N
     assert queue.stats()["early_evictions"] == 4
 
 
+def test_what_stays_behind_makes_no_eviction_early(strict_class: Any, blocks: MakeBlocks) -> None:
+    """A cached block in an extent that is in use outlives all; that is not the others' fault."""
+    made = blocks(32)
+    queue = strict_class(made, policy="extent", size=8)
+    queue.popleft()
+    kept, one, other = (queue.popleft_n(8) for _ in range(3))
+    queue.append(kept[3])
+    for chain in (one, other):
+        queue.append_n(chain[::-1])
+    assert [queue.popleft_n(8), queue.popleft_n(8)] == [one, other]
+    assert queue.stats()["early_evictions"] == 0
+
+
+@pytest.mark.parametrize("size", [2, 8])
+def test_at_most_the_rest_of_an_extent_leaves_early(
+    strict_class: Any, blocks: MakeBlocks, size: int
+) -> None:
+    """Blocks that come back one by one, in any order."""
+    chance = random.Random(size)
+    made = blocks(64)
+    queue = strict_class(made, policy="extent", size=size)
+    queue.popleft()
+    used = queue.popleft_n(63)
+    some_were_early = False
+    for _ in range(200):
+        chance.shuffle(used)
+        for _ in range(chance.randint(0, len(used))):
+            queue.append(used.pop())
+        wanted = chance.randint(0, queue.num_free_blocks)
+        before = queue.stats()["early_evictions"]
+        used += queue.popleft_n(wanted)
+        early = queue.stats()["early_evictions"] - before
+        assert 0 <= early <= (size - 1) * -(-wanted // size)
+        some_were_early |= early > 0
+    assert some_were_early
+    assert queue.check() == ""
+
+
 def test_shortage_and_recovery(strict_class: Any, blocks: MakeBlocks) -> None:
     made = blocks(40)
     queue = strict_class(made, policy="extent", size=8)

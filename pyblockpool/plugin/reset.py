@@ -65,8 +65,8 @@ Returns:
     ``longest_run``: blocks in the longest of them. ``other_pools``: the same of further pools.
     Under the policies sorted and extent also ``size``: blocks in an extent. ``clean``, ``aged``:
     extents that are free as a whole, without and with cached blocks. ``early_evictions``: cached
-    blocks that were given up for their neighbours while older ones stayed. ``shortages``: calls
-    that found too few whole extents.
+    blocks that were given up out of turn, for the sake of their extent. ``shortages``: calls that
+    found too few whole extents.
 
 Raises:
     As `reset_free_block_queue_order()`.
