@@ -14,6 +14,7 @@ ROOT = Path(__file__).parent.parent
 
 RESET = "order reset "
 POLICIES = "policies: "
+FLAT = "flat: "
 
 
 def micro_table(results: dict[str, Any]) -> list[str]:
@@ -22,7 +23,7 @@ def micro_table(results: dict[str, Any]) -> list[str]:
         "| --- | ---: | ---: | ---: |",
     ]
     for operation, ns in results["ns_per_block"].items():
-        if not operation.startswith((RESET, POLICIES)):
+        if not operation.startswith((RESET, POLICIES, FLAT)):
             ratio = times(ns["vllm"] / ns["native"])
             lines.append(f"| {operation} | {ns['vllm']:.1f} | {ns['native']:.1f} | {ratio} |")
     return [*lines, "", f"{results['num_blocks']:,} blocks; {provenance(results)}"]
@@ -59,6 +60,24 @@ def policies_table(results: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{results['num_blocks']:,} blocks, all cached; {provenance(results)}"]
 
 
+def flat_table(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "| blocks | 512 a call, cached | 512 a call, fragmented | growth by one, fragmented |",
+        "| ---: | ---: | ---: | ---: |",
+    ]
+    rows: dict[str, dict[str, str]] = {}
+    for operation, ns in results["ns_per_block"].items():
+        if operation.startswith(FLAT):
+            name, blocks = operation.removeprefix(FLAT).split(", ")
+            cell = " / ".join(f"{ns[policy]:.1f}" for policy in ("lru", "sorted", "extent"))
+            rows.setdefault(blocks, {})[name] = cell
+    for blocks, cells in rows.items():
+        lines.append(
+            f"| {blocks} | {cells['cached']} | {cells['fragmented']} | {cells['growth']} |"
+        )
+    return [*lines, "", f"ns a block, `lru` / `sorted` / `extent`; {provenance(results)}"]
+
+
 def times(ratio: float) -> str:
     return f"{ratio:.{0 if ratio > 20 else 1}f}x"
 
@@ -70,7 +89,12 @@ def provenance(results: dict[str, Any]) -> str:
     )
 
 
-TABLES = {"micro": micro_table, "reset": reset_table, "policies": policies_table}
+TABLES = {
+    "micro": micro_table,
+    "reset": reset_table,
+    "policies": policies_table,
+    "flat": flat_table,
+}
 
 
 def filled_in(readme: str) -> str:

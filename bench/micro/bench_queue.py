@@ -6,6 +6,7 @@ time. Not shown: the cost of the pool around the queue, and what placement does 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -224,3 +225,103 @@ def test_policy_growth(
     correct = queue.check() == "" and (policy != "extent" or set(tiles) == {8})
     correct &= len({block.block_id for table in tables for block in table}) == 200 * 60
     record(benchmark, "policies: growth by one block", policy, 200 * 40, correct)
+
+
+class LightBlock:
+    """Ten million of them fit into the memory of any machine."""
+
+    __slots__ = ("block_id", "next_free_block", "prev_free_block")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.prev_free_block = self.next_free_block = None
+
+
+@functools.lru_cache(maxsize=1)
+def light_blocks(num_blocks: int) -> list[Any]:
+    return [LightBlock(block_id) for block_id in range(num_blocks)]
+
+
+def cached(policy: str, by_id: list[Any]) -> Any:
+    """A queue full of cached blocks, in the order of ids."""
+    queue = RIVALS["native"](by_id, policy=policy, size=POLICIES[policy])
+    queue.append_n(queue.popleft_n(len(by_id)))
+    return queue
+
+
+def fragmented(policy: str, by_id: list[Any]) -> Any:
+    """Every third extent is in use, the rest is unhashed.
+
+    So there are many runs of clean extents, none of just the length that a request wants.
+    """
+    queue = RIVALS["native"](by_id, policy=policy, size=POLICIES[policy])
+    queue.popleft_n(len(by_id))
+    queue.prepend_n([block for block in by_id if block.block_id % 24 < 16])
+    return queue
+
+
+@pytest.fixture
+def rounds(num_blocks: int, repeat: int) -> int:
+    """What takes long to set up is measured once."""
+    if num_blocks > 1_000_000 and repeat > 0:
+        pytest.skip("once is enough")
+    return ROUNDS
+
+
+SIZES = [10_000, 100_000, 1_000_000, 10_000_000]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("fill", [cached, fragmented])
+@pytest.mark.parametrize("num_blocks", SIZES)
+def test_flat_popleft_n(
+    benchmark: Any,
+    repeat: int,
+    rounds: int,
+    num_blocks: int,
+    fill: Callable[[str, list[Any]], Any],
+    policy: str,
+) -> None:
+    queue = fill(policy, light_blocks(num_blocks))
+    free = queue.num_free_blocks
+    put_back = queue.append_n if fill is cached else queue.prepend_n
+    turns = 98_304 // 512
+
+    def turn() -> None:
+        for _ in range(turns):
+            put_back(queue.popleft_n(512))
+
+    benchmark.pedantic(turn, rounds=rounds, warmup_rounds=1)
+    correct = queue.check() == "" and queue.num_free_blocks == free
+    if fill is fragmented:
+        taken = [block.block_id for block in queue.popleft_n(512)]
+        correct &= taken == [block_id for block_id in range(768) if block_id % 24 < 16]
+    record(benchmark, f"flat: {fill.__name__}, {num_blocks:,}", policy, turns * 512, correct)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("num_blocks", SIZES)
+def test_flat_growth(
+    benchmark: Any, repeat: int, rounds: int, num_blocks: int, policy: str
+) -> None:
+    """100 requests grow by five extents, block by block in turn, in a fragmented pool."""
+    queue = fragmented(policy, light_blocks(num_blocks))
+    tables: list[list[Any]] = []
+
+    def release_and_admit() -> None:
+        for table in tables:
+            queue.prepend_n(table[::-1])
+        tables[:] = [queue.popleft_n(8) for _ in range(100)]
+
+    def grow() -> None:
+        for _ in range(40):
+            for table in tables:
+                queue.grow_after(table[-1])
+                table += queue.popleft_n(1)
+                queue.grow_after(None)
+
+    benchmark.pedantic(grow, setup=release_and_admit, rounds=rounds)
+    tiles = [len({block.block_id // 8 for block in table}) for table in tables]
+    correct = queue.check() == "" and (policy != "extent" or set(tiles) == {6})
+    correct &= len({block.block_id for table in tables for block in table}) == 100 * 48
+    record(benchmark, f"flat: growth, {num_blocks:,}", policy, 100 * 40, correct)
