@@ -4,9 +4,11 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstddef>
 #include <cstdint>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "free_list.hpp"
@@ -52,7 +54,6 @@ class ExtentList {
   void grow(std::size_t capacity) {
     if (capacity <= capacity_) return;
     const std::size_t extents = (capacity + static_cast<std::size_t>(size_) - 1) >> shift_;
-    scratch_.grow(extents);
     if (size_ > 1) {
       clean_.grow(extents);
       for (std::size_t g = 1; g < parts_.size(); ++g) parts_[g].grow(extents);
@@ -66,11 +67,10 @@ class ExtentList {
   // Makes room to take `count` ids: take() then allocates nothing. Throws std::bad_alloc with
   // nothing changed.
   void reserve(std::size_t count) {
-    if (size_ == 1) {
-      singles_.reserve(count);
-    } else {
-      opened_.reserve((count >> shift_) + 2);
-    }
+    std::vector<BlockId>& numbers = size_ == 1 ? singles_ : opened_;
+    const std::size_t most = (count >> shift_) + 2;
+    numbers.reserve(most);
+    spare_.reserve(most);
   }
 
   // Takes `count` ids, which must be there, beside the id `after` unless that is kEnd: puts their
@@ -478,12 +478,27 @@ class ExtentList {
     file(k);
   }
 
-  // Ascending, by way of a bitmap: there may be thousands, far apart.
+  // Ascending; digit by digit, with no comparison to guess wrong, where there are enough of them.
   void sort(std::vector<BlockId>& numbers) {
     if (std::is_sorted(numbers.begin(), numbers.end())) return;
-    for (const BlockId number : numbers) scratch_.set(number);
-    auto next = numbers.begin();
-    scratch_.drain([&next](BlockId number) { *next++ = number; });
+    if (numbers.size() < 64) {
+      std::sort(numbers.begin(), numbers.end());
+      return;
+    }
+    constexpr int kBits = 9;
+    const std::size_t largest = capacity_ >> shift_;
+    spare_.resize(numbers.size());
+    for (int shift = 0; largest >> shift != 0; shift += kBits) {
+      std::array<std::uint32_t, 1U << kBits> place{};
+      const auto digit = [shift](BlockId number) {
+        return static_cast<std::size_t>(number >> shift) & ((1U << kBits) - 1);
+      };
+      for (const BlockId number : numbers) ++place[digit(number)];
+      std::uint32_t before = 0;
+      for (std::uint32_t& each : place) before += std::exchange(each, before);
+      for (const BlockId number : numbers) spare_[place[digit(number)]++] = number;
+      numbers.swap(spare_);
+    }
   }
 
   // All runs of clean extents; the lowest of several of one length first.
@@ -552,7 +567,7 @@ class ExtentList {
   // Of one call.
   std::vector<BlockId> opened_;
   std::vector<BlockId> singles_;
-  IdBitmap scratch_;
+  std::vector<BlockId> spare_;
 };
 
 }  // namespace pyblockpool

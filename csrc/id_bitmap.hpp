@@ -96,13 +96,6 @@ class IdBitmap {
     return kEnd;
   }
 
-  // Calls visit(id) for each member, ascending, and leaves the set empty.
-  template <class Visit>
-  void drain(Visit visit) {
-    drain(levels_.size() - 1, 0, visit);
-    count_ = 0;
-  }
-
   // The highest member, kEnd if there is none.
   BlockId highest() const {
     if (count_ == 0) return kEnd;
@@ -124,20 +117,6 @@ class IdBitmap {
       words = (words + 63) >> kShift;
       levels_.emplace_back(words > 0 ? words : 1);
     } while (words > 1);
-  }
-
-  template <class Visit>
-  void drain(std::size_t level, BlockId at, Visit& visit) {
-    Word rest = levels_[level][index(at)];
-    levels_[level][index(at)] = 0;
-    for (; rest != 0; rest &= rest - 1) {
-      const BlockId below = (at << kShift) + lowest_bit(rest);
-      if (level == 0) {
-        visit(below);
-      } else {
-        drain(level - 1, below, visit);
-      }
-    }
   }
 
   static std::size_t index(BlockId id) { return static_cast<std::size_t>(id); }

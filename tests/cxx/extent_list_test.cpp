@@ -73,7 +73,8 @@ void random_program(unsigned seed, std::size_t capacity, BlockId size) {
     if (choice < 4 && extents.size() > 0) {
       const bool hinted = choice < 2 && !pool.in_use.empty();
       const BlockId after = hinted ? pool.in_use[pool.random() % pool.in_use.size()] : kEnd;
-      const std::size_t count = 1 + pool.random() % std::min<std::size_t>(extents.size(), 40);
+      const std::size_t most = pool.random() % 8 == 0 ? 400 : 40;
+      const std::size_t count = 1 + pool.random() % std::min(extents.size(), most);
       const std::vector<BlockId> taken = pool.take(count, after);
       auto opened = taken.begin();
       for (BlockId id = after; opened != taken.end() && hinted && *opened == id + 1; ++opened) {
@@ -81,7 +82,7 @@ void random_program(unsigned seed, std::size_t capacity, BlockId size) {
       }
       if (extents.shortages() == 0) require(std::is_sorted(opened, taken.end()), what + ": order");
     } else if (choice < 7) {
-      extents.add_cached(pool.release(pool.random() % 30));
+      extents.add_cached(pool.release(pool.random() % 60));
     } else if (choice < 9) {
       extents.add_unhashed(pool.release(pool.random() % 30));
     } else if (choice < 11 && extents.size() > 0) {
