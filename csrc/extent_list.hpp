@@ -365,7 +365,7 @@ class ExtentList {
     if (single && shared_ != kEnd) spend_lowest(shared_, 1, taken);
     if (after != kEnd) grow_after(after, count, taken);
     if (taken.count == count) return;
-    open((count - taken.count - 1) >> shift_);
+    open(count - taken.count);
     for (const BlockId k : opened_) move_in(k, count - taken.count, taken);
     if (single && !opened_.empty()) shared_ = opened_.front();
     if (taken.count == count) return;
@@ -416,21 +416,29 @@ class ExtentList {
     file(k);
   }
 
-  // Takes up to `more`+1 whole extents out of their indexes, into opened_, ascending: clean ones in
-  // as few pieces as they come, then aged ones, longest whole first. What is cached in them is
-  // given up, longest whole first: it is in the list no more.
-  void open(std::size_t more) {
-    const std::size_t wanted = more + 1;
+  // Takes whole extents for `count` ids out of their indexes, as far as there are any, into
+  // opened_, ascending: clean ones in as few pieces as they come, then aged ones, longest whole
+  // first. What is cached in them is given up, longest whole first: it is in the list no more.
+  void open(std::size_t count) {
+    const std::size_t wanted = ((count - 1) >> shift_) + 1;
+    const auto add = [this, count](BlockId k) {
+      opened_.push_back(k);
+      // Extents are moved into faster than memory follows, so what their payloads point to begins
+      // to load here.
+      const auto some = static_cast<BlockId>(std::min(count, static_cast<std::size_t>(size_)));
+      const BlockId first = k << shift_;
+      for (BlockId id = first; id < first + some; ++id) PYBLOCKPOOL_PREFETCH(cached_.payload(id));
+    };
     opened_.clear();
     while (clean_.count() > 0 && opened_.size() < wanted) {
       const std::size_t left = wanted - opened_.size();
       const RunSet::Run run = clean_.take(clean_.best(left), left);
-      for (BlockId k = run.first; k < run.first + run.length; ++k) opened_.push_back(k);
+      for (BlockId k = run.first; k < run.first + run.length; ++k) add(k);
     }
     while (aged_.size() > 0 && opened_.size() < wanted) {
       const BlockId k = aged_.pop_front();
       give_up_cached(k);
-      opened_.push_back(k);
+      add(k);
     }
     sort(opened_);
   }

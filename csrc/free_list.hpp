@@ -167,7 +167,9 @@ class FreeList {
   // too. Looks at the ids by number, so that it need not wait for one to know which is next.
   bool lie_together(BlockId first, BlockId count, Gap& around) const {
     PYBLOCKPOOL_EXPECT(count > 1);
-    const auto inside = [first, count](BlockId id) { return id >= first && id - first < count; };
+    const auto inside = [first, count](BlockId id) {
+      return static_cast<std::uint32_t>(id - first) < static_cast<std::uint32_t>(count);
+    };
     bool left = false;
     for (BlockId id = first; id < first + count; ++id) {
       const Links& links = at(id);
