@@ -24,7 +24,8 @@ namespace pyblockpool {
 //   extents_[k].free, .cached       =   how many ids of k are spendable or cached; cached
 //   k is clean  (free == E, cached == 0)           <=>  clean_.test(k)
 //   k is aged   (free == E, cached > 0)            <=>  k is in the list aged_, longest whole first
-//   k is partly spendable (free < E, free - cached == g > 0)   <=>  parts_[g].test(k)
+//   k is aged and has room  (0 < cached < E)       <=>  k is in the list roomy_, longest whole
+//   first k is partly spendable (free < E, free - cached == g > 0)   <=>  parts_[g].test(k)
 //   parts_[g] has a member                         <=>  most_.test(g)
 //
 // What is not an id of the list (never seen, or the rest of the last extent) is never free. With
@@ -58,6 +59,7 @@ class ExtentList {
       clean_.grow(extents);
       for (std::size_t g = 1; g < parts_.size(); ++g) parts_[g].grow(extents);
       aged_.grow(extents);
+      roomy_.grow(extents);
       extents_.resize(extents);
     }
     spendable_.grow(capacity);
@@ -180,7 +182,9 @@ class ExtentList {
       const BlockId end = (run.first + run.length) << shift_;
       for (BlockId id = run.first << shift_; id < end; ++id) ids.push_back(id);
     }
+    for (BlockId k = roomy_.back(); k != kEnd; k = roomy_.prev(k)) append_spendable(k, ids);
     for (BlockId k = aged_.front(); k != kEnd; k = aged_.next(k)) {
+      if (roomy_.contains(k)) continue;
       for (BlockId id = k << shift_; id < (k + 1) << shift_; ++id) ids.push_back(id);
     }
     for (std::size_t g = parts_.size(); g-- > 1;) {
@@ -189,7 +193,8 @@ class ExtentList {
       }
     }
     for (BlockId id = cached_.front(); id != kEnd; id = cached_.next(id)) {
-      if (size_ == 1 || !aged_.contains(extent_of(id))) ids.push_back(id);
+      const BlockId k = extent_of(id);
+      if (size_ == 1 || !aged_.contains(k) || roomy_.contains(k)) ids.push_back(id);
     }
     return ids;
   }
@@ -229,6 +234,9 @@ class ExtentList {
       if (aged_.contains(k) != (whole && told.cached > 0)) {
         return "extent " + std::to_string(k) + " is aged in one place only";
       }
+      if (roomy_.contains(k) != (whole && 0 < told.cached && told.cached < size_)) {
+        return "extent " + std::to_string(k) + " has room in one place only";
+      }
       num_aged += whole && told.cached > 0 ? 1U : 0U;
       const int part = whole ? 0 : told.free - told.cached;
       for (std::size_t g = 1; g < parts_.size(); ++g) {
@@ -247,8 +255,10 @@ class ExtentList {
       return "the counts of spendable and cached ids or of aged extents are wrong";
     }
     if (shared_ != kEnd && at(shared_).free == size_) return "the shared extent is whole";
-    const std::string clean = clean_.check();
-    return clean.empty() ? aged_.check() : clean;
+    for (const std::string& broken : {clean_.check(), aged_.check(), roomy_.check()}) {
+      if (!broken.empty()) return broken;
+    }
+    return "";
   }
 
  private:
@@ -331,6 +341,7 @@ class ExtentList {
     if (extent.free == size_) {
       if (extent.cached > 0) {
         aged_.remove(k);
+        if (extent.cached < size_) roomy_.remove(k);
       } else {
         clean_.reset(k);
       }
@@ -347,6 +358,7 @@ class ExtentList {
     if (extent.free == size_) {
       if (extent.cached > 0) {
         aged_.push_back(k);
+        if (extent.cached < size_) roomy_.push_back(k);
       } else {
         clean_.set(k);
       }
@@ -362,12 +374,27 @@ class ExtentList {
   template <class Visit>
   void take_beside(std::size_t count, BlockId after, Taken<Visit>& taken) {
     const bool single = count == 1 && after == kEnd;
+    const bool may_share = after == kEnd ? count < static_cast<std::size_t>(size_) : count > 1;
     if (single && shared_ != kEnd) spend_lowest(shared_, 1, taken);
     if (after != kEnd) grow_after(after, count, taken);
     if (taken.count == count) return;
-    open(count - taken.count);
+    const std::size_t over = (count - taken.count) & static_cast<std::size_t>(size_ - 1);
+    const std::size_t whole = count - taken.count - over;
+    BlockId room = kEnd;
+    if (may_share && over > 0 && clean_.count() <= whole >> shift_) room = room_for(over);
+    if (room != kEnd) {
+      unfile(room);  // so that it is not opened
+      open(whole);
+    } else {
+      open(whole + over);
+    }
     for (const BlockId k : opened_) move_in(k, count - taken.count, taken);
     if (single && !opened_.empty()) shared_ = opened_.front();
+    if (room != kEnd) {
+      spend_in(room, over, taken);
+      file(room);
+      if (single) shared_ = room;
+    }
     if (taken.count == count) return;
     ++shortages_;
     while (taken.count < count) {
@@ -383,6 +410,15 @@ class ExtentList {
         taken.add(id);
       }
     }
+  }
+
+  // The aged extent, of the last few that have room, that has it for `count` ids; kEnd if none has.
+  BlockId room_for(std::size_t count) const {
+    BlockId k = roomy_.back();
+    for (int looks = 0; k != kEnd && looks < kRoomLooks; ++looks, k = roomy_.prev(k)) {
+      if (static_cast<std::size_t>(at(k).free - at(k).cached) >= count) return k;
+    }
+    return kEnd;
   }
 
   // The lowest spendable ids, then the cached ones, longest free first; ascending.
@@ -420,7 +456,7 @@ class ExtentList {
   // opened_, ascending: clean ones in as few pieces as they come, then aged ones, longest whole
   // first. What is cached in them is given up, longest whole first: it is in the list no more.
   void open(std::size_t count) {
-    const std::size_t wanted = ((count - 1) >> shift_) + 1;
+    const std::size_t wanted = (count + static_cast<std::size_t>(size_) - 1) >> shift_;
     const auto add = [this, count](BlockId k) {
       opened_.push_back(k);
       // Extents are moved into faster than memory follows, so what their payloads point to begins
@@ -437,6 +473,7 @@ class ExtentList {
     }
     while (aged_.size() > 0 && opened_.size() < wanted) {
       const BlockId k = aged_.pop_front();
+      if (at(k).cached < size_) roomy_.remove(k);
       give_up_cached(k);
       add(k);
     }
@@ -525,17 +562,21 @@ class ExtentList {
   // Takes up to `most` spendable ids of an extent that is not whole.
   template <class Visit>
   void spend_lowest(BlockId k, std::size_t most, Taken<Visit>& taken) {
-    const BlockId end = end_of(k);
-    BlockId id = spendable_.next(k << shift_);
-    if (id == kEnd || id >= end) return;
     unfile(k);
-    for (; id != kEnd && id < end && most > 0; --most) {
+    spend_in(k, most, taken);
+    file(k);
+  }
+
+  // The same of one that is in no index.
+  template <class Visit>
+  void spend_in(BlockId k, std::size_t most, Taken<Visit>& taken) {
+    const BlockId end = end_of(k);
+    for (BlockId id = spendable_.next(k << shift_); id != kEnd && id < end && most > 0; --most) {
       spend(id);
       --at(k).free;
       taken.add(id);
       id = spendable_.next(id + 1);
     }
-    file(k);
   }
 
   void spend(BlockId id) {
@@ -564,6 +605,8 @@ class ExtentList {
   std::vector<Extent> extents_;
   RunSet clean_;
   FreeList aged_;
+  static constexpr int kRoomLooks = 16;
+  FreeList roomy_;
   // By the number of spendable ids, 1 ... E-1.
   std::vector<IdBitmap> parts_;
   IdBitmap most_;

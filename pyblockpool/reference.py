@@ -20,6 +20,8 @@ from typing import Any
 POLICIES = ("lru", "sorted", "extent")
 MAX_BLOCK_ID = 2**28 - 1
 DEFAULT_EXTENT_SIZE = 8
+# How many aged extents with room are looked at, the last to become whole first.
+ROOM_LOOKS = 16
 MAX_EXTENT_SIZE = 4096
 
 
@@ -92,10 +94,15 @@ class ExtentOrder:
            under ``sorted``; then aged ones, longest whole first. Ids are handed out ascending. The
            cached blocks of an opened extent are doomed: they can still be hit while they are free,
            but they are spent next, by whoever grows there.
-        3. *Shortage*: what is left in parts, the spendable ids of the extent that has the most of
+        3. *Share*: when clean extents run out, what would fill its last extent only in part goes
+           where an aged one has room for it, that is, spendable ids; its cached blocks stay. So
+           what short requests leave over is not lost to the cache. Not for a first allocation of an
+           extent or more, nor for growth by one block: they have extents of their own.
+        4. *Shortage*: what is left in parts, the spendable ids of the extent that has the most of
            them, again and again; then the cached ones, longest free first.
         """
         single = n == 1 and after is None
+        may_share = n < self._size if after is None else n > 1
         taken: list[int] = []
         if single and self._shared is not None:
             self._spend(self._in_extent(self._shared)[:1], taken)
@@ -103,11 +110,22 @@ class ExtentOrder:
             self._break(after // self._size)
             self._spend([after + 1], taken)
             after += 1
-        opened = self._open(-(-(n - len(taken)) // self._size))
+        wanted = -(-(n - len(taken)) // self._size)
+        over = (n - len(taken)) % self._size
+        room = None
+        if may_share and over and len(self._clean()) < wanted:
+            room = self._room_for(over)
+        if room is not None:
+            self._break(room)
+            wanted -= 1
+        opened = self._open(wanted)
         for extent in opened:
             self._doom(extent)
         for extent in sorted(opened):
             self._spend(self._in_extent(extent)[: n - len(taken)], taken)
+        if room is not None:
+            self._spend(self._in_extent(room)[:over], taken)
+            opened = [room]
         if len(taken) < n:
             self._shortages += 1
         while len(taken) < n:
@@ -172,6 +190,12 @@ class ExtentOrder:
 
     def _follows(self, block_id: int) -> bool:
         return block_id % self._size != self._size - 1 and block_id + 1 in self._spendable
+
+    def _room_for(self, n: int) -> int | None:
+        """The aged extent, of the last few that have room, that has it for ``n`` ids."""
+        roomy = [extent for extent in reversed(self._aged) if self._in_extent(extent)]
+        enough = [e for e in roomy[:ROOM_LOOKS] if len(self._in_extent(e)) >= n]
+        return enough[0] if enough else None
 
     def _open(self, n: int) -> list[int]:
         """Up to ``n`` whole extents, which are whole no more once something is taken of them."""

@@ -461,7 +461,7 @@ def test_outside_of_shortage_an_extent_has_one_tenant(strict_class: Any, size: i
     requests: list[list[Any]] = []
     for _ in range(400):
         if len(requests) < 6:
-            requests.append(queue.popleft_n(chance.randint(2, 3 * size)))
+            requests.append(queue.popleft_n(chance.randint(size, 3 * size)))
         request = chance.choice(requests)
         queue.grow_after(request[-1])
         request += queue.popleft_n(1)
@@ -475,3 +475,73 @@ def test_outside_of_shortage_an_extent_has_one_tenant(strict_class: Any, size: i
             assert len(own) == -(-len(request) // size), "tile amplification is 1.0"
     assert queue.stats()["shortages"] == 0
     assert queue.stats()["early_evictions"] == 0
+
+
+def aged_extents(strict_class: Any, num_cached: list[int]) -> tuple[Any, list[list[int]]]:
+    """A queue with nothing but aged extents of 8, longest whole first; so many cached in each."""
+    made = [SlotBlock(i) for i in range(8 * (len(num_cached) + 1))]
+    queue = strict_class(made, policy="extent", size=8)
+    queue.popleft()
+    chains = [queue.popleft_n(8) for _ in num_cached]
+    queue.popleft_n(queue.num_free_blocks)
+    for chain, count in zip(chains, num_cached, strict=True):
+        queue.prepend_n(chain[: count - 1 : -1])
+        queue.append_n(chain[count - 1 :: -1])
+    assert queue.stats()["aged"] == len(num_cached)
+    return queue, [ids(chain) for chain in chains]
+
+
+def test_what_is_left_over_goes_where_an_aged_extent_has_room(strict_class: Any) -> None:
+    queue, chains = aged_extents(strict_class, [3, 3, 3, 3])
+    shortages = queue.stats()["shortages"]
+    # Less than an extent, behind nothing: into the last one that has room, behind what is cached.
+    few = queue.popleft_n(4)
+    assert ids(few) == chains[3][3:7]
+    # An extent and more, behind a block: the rest into the last one that has enough.
+    queue.grow_after(few[-1])
+    more = queue.popleft_n(1 + 8 + 2)
+    assert ids(more) == [chains[3][7], *chains[0], *chains[2][3:5]]
+    # It grows there; where it cannot, it opens an extent of its own.
+    grown = [queue.popleft() for _ in range(4)]
+    queue.grow_after(None)
+    assert ids(grown) == [*chains[2][5:], chains[1][0]]
+    # The cached blocks of those who made room are still there, in their order.
+    assert ids(queue.get_all_free_blocks()[-6:]) == [*chains[2][2::-1], *chains[3][2::-1]]
+    assert queue.stats()["shortages"] == shortages
+    assert queue.stats()["early_evictions"] == 0
+    assert queue.check() == ""
+
+
+def test_a_first_extent_is_not_shared(strict_class: Any) -> None:
+    queue, chains = aged_extents(strict_class, [3, 3, 3])
+    assert ids(queue.popleft_n(11)) == [*chains[0], *chains[1][:3]]
+
+
+def test_room_that_is_too_small_or_was_made_too_long_ago(strict_class: Any) -> None:
+    """Then the extent that is whole for the longest is opened, as ever."""
+    queue, chains = aged_extents(strict_class, [3, 3, 3])
+    assert ids(queue.popleft_n(6)) == chains[0][:6]
+    looks = reference.ROOM_LOOKS
+    queue, chains = aged_extents(strict_class, [3, *[7] * (looks - 1)])
+    assert ids(queue.popleft_n(4)) == chains[0][3:7]
+    queue, chains = aged_extents(strict_class, [3, *[7] * looks])
+    assert ids(queue.popleft_n(4)) == chains[0][:4]
+
+
+@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("in_flight", [1, 8])
+def test_short_requests_do_not_cost_the_cache(
+    strict_class: Any, length: int, in_flight: int
+) -> None:
+    """Nothing is evicted as long as there are blocks without a hash, but for a few extents."""
+    made = [SlotBlock(i) for i in range(257)]
+    queue = strict_class(made, policy="extent", size=8)
+    queue.popleft()
+    requests: list[list[Any]] = []
+    for _ in range(3 * 256 // length):
+        requests.append(queue.popleft_n(length))
+        if len(requests) > in_flight:
+            queue.append_n(requests.pop(0)[::-1])
+    stats = queue.stats()
+    assert stats["free"] - stats["unhashed"] > 256 - 8 * (in_flight + 2)
+    assert queue.check() == ""

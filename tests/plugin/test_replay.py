@@ -242,7 +242,7 @@ def test_the_command_prints_a_table(trace: str) -> None:
     assert header == ["", "python", "native:extent"]
     figures = {name: cells for name, *cells in rows}
     assert figures["prefix hits"][0] == figures["prefix hits"][1] != "0.00%"
-    assert figures["tile amplification"][1] == "1.00"
+    assert 1.0 <= float(figures["tile amplification"][1]) < 1.05
     assert figures["shortages"] == ["-", "0"]
 
 
