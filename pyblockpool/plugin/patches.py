@@ -255,13 +255,14 @@ def _swap(queue: Any) -> Patch:
 
 
 def _resolve_size(maker: QueueMaker) -> Patch:
-    coordinator = import_module(surface.COORDINATOR).KVCacheCoordinator
+    manager = import_module(surface.KV_CACHE_MANAGER).KVCacheManager
     return Patch(
-        target=f"{surface.COORDINATOR}:KVCacheCoordinator.__init__",
-        apply=partial(_wrap, coordinator, "__init__", maker.while_building),
-        why="an extent is 128 tokens, and the block size is known only when the pool is built",
+        target=f"{surface.KV_CACHE_MANAGER}:KVCacheManager.__init__",
+        apply=partial(_wrap, manager, "__init__", maker.while_building),
+        why="an extent is 128 tokens of the cache that kernels read: that pool is built in here, "
+        "and here the block size is known",
         upstream=RFC,
-        retire_when="BlockPool knows the size of its blocks in tokens",
+        retire_when="BlockPool knows what it is for and the size of its blocks in tokens",
     )
 
 

@@ -8,8 +8,9 @@ That all hashes are gone, `reset.py` tells the queue.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from pyblockpool.settings import Settings
@@ -23,6 +24,10 @@ TILE_TOKENS = 128
 class QueueMaker:
     """Stands where vLLM looks up the class of its queue: ``maker(blocks)`` is a native queue.
 
+    Extents are for the cache that attention kernels read, the pool of a KVCacheManager. Other pools
+    (of offloaded blocks in host memory, say) are filled in small pieces without a hint, and nobody
+    reads them in tiles: there an extent is one block, which evicts what LRU evicts.
+
     Args:
         settings: policy and size of the queues.
         queue_class: `pyblockpool.FreeBlockQueue`, or its specification.
@@ -31,38 +36,41 @@ class QueueMaker:
     def __init__(self, settings: Settings, queue_class: Any) -> None:
         self._settings = settings
         self._queue_class = queue_class
-        # Of the coordinator that is being built; pools of no coordinator have 16-token blocks.
-        self._block_sizes: list[int] = [16]
+        self._size = 1
 
     def __call__(self, blocks: Any) -> Any:
-        size = self._settings.size or self._default_size()
-        return self._queue_class(blocks, policy=self._settings.policy, size=size)
+        return self._queue_class(blocks, policy=self._settings.policy, size=self._size)
 
     def __repr__(self) -> str:
         return f"<maker of queues for {self._settings}>"
 
-    def _default_size(self) -> int:
-        """Blocks that hold a tile, rounded down to a power of two; 1 if a block is larger.
+    @contextlib.contextmanager
+    def building(self, block_sizes: Sequence[int]) -> Iterator[None]:
+        """The pool of a KVCacheManager is built in here.
 
-        KV-cache groups with several block sizes share one pool: the smallest block needs the
-        largest extent, and that holds whole tiles of the others too.
+        Args:
+            block_sizes: tokens in a block of each KV-cache group. They share one pool: the smallest
+                block needs the largest extent, and that holds whole tiles of the others, too.
         """
-        blocks = max(1, TILE_TOKENS // min(self._block_sizes))
-        return 1 << (blocks.bit_length() - 1)
+        before = self._size
+        # Blocks that hold a tile, rounded down to a power of two; 1 if a block is larger. A model
+        # without KV cache has a pool, but no groups.
+        blocks = max(1, TILE_TOKENS // min(block_sizes, default=TILE_TOKENS))
+        self._size = self._settings.size or 1 << (blocks.bit_length() - 1)
+        try:
+            yield
+        finally:
+            self._size = before
 
     def while_building(self, original: Method) -> Method:
-        """Wraps the constructor of vLLM's KVCacheCoordinator, which builds pools."""
+        """Wraps the constructor of vLLM's KVCacheManager."""
 
         @functools.wraps(original)
-        def __init__(coordinator: Any, *args: Any, **kwargs: Any) -> None:
-            before = self._block_sizes
+        def __init__(manager: Any, *args: Any, **kwargs: Any) -> None:
             config = kwargs["kv_cache_config"] if "kv_cache_config" in kwargs else args[0]
-            sizes = [group.kv_cache_spec.block_size for group in config.kv_cache_groups]
-            self._block_sizes = sizes or before
-            try:
-                original(coordinator, *args, **kwargs)
-            finally:
-                self._block_sizes = before
+            groups = config.kv_cache_groups
+            with self.building([group.kv_cache_spec.block_size for group in groups]):
+                original(manager, *args, **kwargs)
 
         return __init__
 

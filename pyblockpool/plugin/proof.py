@@ -4,6 +4,7 @@ its order can be reset.
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from importlib import import_module
 from types import SimpleNamespace
@@ -18,10 +19,14 @@ NUM_BLOCKS = 8
 
 
 def _pool() -> Any:
-    pool_class = import_module(BLOCK_POOL).BlockPool
+    """As a KVCacheManager builds it."""
+    module: Any = import_module(BLOCK_POOL)
     arguments = {"num_gpu_blocks": NUM_BLOCKS, "enable_caching": True, "hash_block_size": 16}
-    known = inspect.signature(pool_class.__init__).parameters
-    return pool_class(**{name: value for name, value in arguments.items() if name in known})
+    known = inspect.signature(module.BlockPool.__init__).parameters
+    maker = module.FreeKVCacheBlockQueue
+    as_cache = maker.building([16]) if isinstance(maker, QueueMaker) else None
+    with as_cache or contextlib.nullcontext():
+        return module.BlockPool(**{name: arguments[name] for name in arguments if name in known})
 
 
 def expected_trace(settings: Settings) -> list[list[int]]:
@@ -128,5 +133,7 @@ def _canonical_order(settings: Settings) -> list[int]:
         SimpleNamespace(block_id=block_id, prev_free_block=None, next_free_block=None)
         for block_id in range(1, NUM_BLOCKS)
     ]
-    queue = QueueMaker(settings, reference.FreeBlockQueue)(blocks)
+    maker = QueueMaker(settings, reference.FreeBlockQueue)
+    with maker.building([16]):
+        queue = maker(blocks)
     return [block.block_id for block in queue.get_all_free_blocks()]

@@ -288,9 +288,9 @@ def _the_managers() -> Iterator[Finding]:
         for cls, name in allocators(base)
         if list(inspect.signature(vars(cls)[name]).parameters)[:2] != ["self", "request_id"]
     ]
-    coordinator = inspect.signature(import_module(COORDINATOR).KVCacheCoordinator.__init__)
-    if list(coordinator.parameters)[1] != "kv_cache_config":
-        wrong.append("KVCacheCoordinator.__init__()")
+    manager = inspect.signature(import_module(KV_CACHE_MANAGER).KVCacheManager.__init__)
+    if list(manager.parameters)[1] != "kv_cache_config":
+        wrong.append("KVCacheManager.__init__()")
     if wrong or "allocate_new_blocks" not in vars(base):
         yield Finding(
             f"vLLM {vllm_version()} allocates the blocks of a request in an unknown way "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,16 +93,11 @@ class KVCacheCoordinator:
 """
 
 KV_CACHE_MANAGER = """
-from types import SimpleNamespace
 from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
 
 class KVCacheManager:
-    def __init__(self, num_gpu_blocks, *block_sizes):
-        groups = [
-            SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=size)) for size in block_sizes
-        ]
-        config = SimpleNamespace(num_blocks=num_gpu_blocks, kv_cache_groups=groups)
-        self.coordinator = KVCacheCoordinator(config)
+    def __init__(self, kv_cache_config):
+        self.coordinator = KVCacheCoordinator(kv_cache_config)
 
     def reset_prefix_cache(self):
         return self.coordinator.reset_prefix_cache()
@@ -135,12 +130,15 @@ class SchedulerInterface:
 """
 
 SCHEDULER = """
+from types import SimpleNamespace
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.interface import SchedulerInterface
 
 class Scheduler(SchedulerInterface):
     def __init__(self, num_gpu_blocks):
-        self.kv_cache_manager = KVCacheManager(num_gpu_blocks)
+        self.kv_cache_manager = KVCacheManager(
+            SimpleNamespace(num_blocks=num_gpu_blocks, kv_cache_groups=[])
+        )
         self.resets = []
         self.step = lambda: None
 
@@ -276,6 +274,12 @@ SOURCES = {
     "vllm.v1.engine.async_llm": ASYNC_LLM,
     "vllm.entrypoints.llm": LLM,
 }
+
+
+def config(num_blocks: int, *block_sizes: int) -> Any:
+    """A KVCacheConfig with a group for each block size."""
+    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=n)) for n in block_sizes]
+    return SimpleNamespace(num_blocks=num_blocks, kv_cache_groups=groups)
 
 
 class FakeVLLM:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 from collections.abc import Iterable
 from typing import Any
 
 from implementations import HAS_VLLM
 
+from pyblockpool.plugin.placement import QueueMaker
+
 BLOCK_SIZE = 16
 
 
 def pool(num_blocks: int, caching: bool, pool_class: Any = None) -> Any:
-    """``num_blocks`` counts the null block."""
-    from vllm.v1.core.block_pool import BlockPool
+    """As a KVCacheManager builds it; ``num_blocks`` counts the null block."""
+    from vllm.v1.core import block_pool
 
-    return (pool_class or BlockPool)(num_blocks, caching, BLOCK_SIZE)
+    maker = block_pool.FreeKVCacheBlockQueue
+    with (
+        maker.building([BLOCK_SIZE]) if isinstance(maker, QueueMaker) else contextlib.nullcontext()
+    ):
+        return (pool_class or block_pool.BlockPool)(num_blocks, caching, BLOCK_SIZE)
 
 
 def free(pool: Any, blocks: Iterable[Any]) -> None:

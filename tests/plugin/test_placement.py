@@ -6,9 +6,10 @@ import gc
 import logging
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from fake_vllm import FakeVLLM
+from fake_vllm import FakeVLLM, config
 from implementations import HAS_VLLM, ids
 from pools import free, give_hash, order, pool, splits_by_hash
 
@@ -39,6 +40,12 @@ def activate(monkeypatch: pytest.MonkeyPatch) -> Activate:
     return activate
 
 
+def cache_pool(host: FakeVLLM, num_blocks: int, *block_sizes: int) -> Any:
+    """The pool of a KVCacheManager, with blocks of 16 tokens if nothing else is said."""
+    manager = host.make("KVCacheManager", config(num_blocks, *(block_sizes or (16,))))
+    return manager.coordinator.block_pool
+
+
 @pytest.mark.parametrize("value", POLICIES)
 def test_on_and_off(
     host: FakeVLLM, activate: Activate, value: str, caplog: pytest.LogCaptureFixture
@@ -49,7 +56,7 @@ def test_on_and_off(
     (line,) = caplog.messages
     assert f"policy {value.removeprefix('native:').partition(',')[0]}" in line
     assert ("extents of" in line) == ("extent" in value)
-    subject = host.make("BlockPool", 12, True, 16)
+    subject = cache_pool(host, 12)
     assert type(subject.free_block_queue) is FreeBlockQueue
     stats = subject.free_block_queue_stats()
     assert stats["policy"] in value
@@ -73,7 +80,6 @@ def test_on_and_off(
         ([48], 2),
         ([1], 128),
         ([64, 16, 32], 8),
-        ([], 8),
     ],
 )
 def test_an_extent_is_128_tokens(
@@ -81,29 +87,40 @@ def test_an_extent_is_128_tokens(
 ) -> None:
     """Of the block size that the engine has resolved; of the smallest of several."""
     activate("native:extent")
-    manager = host.make("KVCacheManager", 300, *block_sizes)
-    assert manager.coordinator.block_pool.free_block_queue.stats()["size"] == size
-    assert host.make("BlockPool", 12, True, 16).free_block_queue.stats()["size"] == 8
+    assert cache_pool(host, 300, *block_sizes).free_block_queue.stats()["size"] == size
 
 
 def test_a_size_that_was_asked_for_counts(host: FakeVLLM, activate: Activate) -> None:
     activate("native:extent,size=64")
-    manager = host.make("KVCacheManager", 300, 16)
-    assert manager.coordinator.block_pool.free_block_queue.stats()["size"] == 64
+    assert cache_pool(host, 300, 16).free_block_queue.stats()["size"] == 64
 
 
-def test_a_coordinator_that_fails_leaves_no_size_behind(host: FakeVLLM, activate: Activate) -> None:
+@pytest.mark.parametrize("value", ["native:extent", "native:extent,size=64"])
+def test_a_pool_that_no_kernel_reads_has_no_extents(
+    host: FakeVLLM, activate: Activate, value: str
+) -> None:
+    """Of an offload connector, say: built by a coordinator of its own, or by itself."""
+    activate(value)
+    for subject in (
+        host.make("KVCacheCoordinator", config(300, 16)).block_pool,
+        host.make("BlockPool", 300, True, 16),
+    ):
+        assert subject.free_block_queue.stats()["size"] == 1
+
+
+def test_a_manager_that_fails_leaves_no_size_behind(host: FakeVLLM, activate: Activate) -> None:
     activate("native:extent")
-    groups = [SimpleNamespace(kv_cache_spec=SimpleNamespace(block_size=64))]
+    without_blocks = config(0, 16)
+    without_blocks.num_blocks = None
     with pytest.raises(TypeError):
-        host.make("KVCacheCoordinator", SimpleNamespace(num_blocks=None, kv_cache_groups=groups))
-    assert host.make("BlockPool", 12, True, 16).free_block_queue.stats()["size"] == 8
+        host.make("KVCacheManager", without_blocks)
+    assert host.make("BlockPool", 12, True, 16).free_block_queue.stats()["size"] == 1
 
 
 @pytest.mark.parametrize("cls", ["SingleTypeKVCacheManager", "SlidingWindowManager"])
 def test_requests_grow_in_place(host: FakeVLLM, activate: Activate, cls: str) -> None:
     activate("native:extent")
-    subject = host.make("BlockPool", 64, True, 16)
+    subject = cache_pool(host, 64)
     manager = host.make(cls, subject)
     one, other = (manager.allocate_new_blocks(name, 3, 3) for name in "ab")
     assert (ids(one), ids(other)) == ([8, 9, 10], [16, 17, 18])
@@ -119,7 +136,7 @@ def test_requests_grow_in_place(host: FakeVLLM, activate: Activate, cls: str) ->
 def test_where_there_is_no_hint(host: FakeVLLM, activate: Activate) -> None:
     """Behind the null block, a block of another pool, or one that is given up."""
     activate("native:extent")
-    subject, other = (host.make("BlockPool", 64, True, 16) for _ in range(2))
+    subject, other = (cache_pool(host, 64) for _ in range(2))
     manager = host.make("SingleTypeKVCacheManager", subject)
     manager.allocate_new_blocks("a", 2, 2)
     for last in (
@@ -139,7 +156,7 @@ def test_where_there_is_no_hint(host: FakeVLLM, activate: Activate) -> None:
 def test_a_pool_with_another_queue_is_left_alone(host: FakeVLLM, activate: Activate) -> None:
     activate("native:extent")
     theirs = host.kv_cache_utils.FreeKVCacheBlockQueue
-    subject = host.make("BlockPool", 12, True, 16)
+    subject = cache_pool(host, 12)
     subject.free_block_queue = theirs([host.kv_cache_utils.KVCacheBlock(i) for i in range(6)])
     manager = host.make("SingleTypeKVCacheManager", subject)
     assert len(manager.allocate_new_blocks("a", 2, 2)) == 2
@@ -148,7 +165,7 @@ def test_a_pool_with_another_queue_is_left_alone(host: FakeVLLM, activate: Activ
 
 def test_an_allocation_that_fails_takes_its_hint_back(host: FakeVLLM, activate: Activate) -> None:
     activate("native:extent")
-    subject = host.make("BlockPool", 24, True, 16)
+    subject = cache_pool(host, 24)
     manager = host.make("SingleTypeKVCacheManager", subject)
     manager.allocate_new_blocks("a", 2, 2)
     with pytest.raises(AssertionError):
@@ -173,9 +190,12 @@ def test_an_allocation_that_fails_takes_its_hint_back(host: FakeVLLM, activate: 
             ["in an unknown way", "SlidingWindowManager.allocate_new_blocks()"],
         ),
         (
-            ("    def __init__(self, kv_cache_config):", "    def __init__(self, config, *_):"),
+            (
+                "kv_cache_config):\n        self.coordinator = KVCacheCoordinator(kv_cache_config)",
+                "config):\n        self.coordinator = KVCacheCoordinator(config)",
+            ),
             UnsupportedVLLMError,
-            ["in an unknown way", "KVCacheCoordinator.__init__()"],
+            ["in an unknown way", "KVCacheManager.__init__()"],
         ),
     ],
 )

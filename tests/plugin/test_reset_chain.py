@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from fake_vllm import FakeVLLM
+from fake_vllm import FakeVLLM, config
 
 from pyblockpool.errors import ConflictError, InactiveError, UnsupportedVLLMError
 from pyblockpool.plugin import clients, entry, surface
@@ -301,7 +301,7 @@ def test_somebody_elses_schedulers(host: FakeVLLM) -> None:
 
     class Unrelated:
         def __init__(self) -> None:
-            self.kv_cache_manager = host.make("KVCacheManager", 6)
+            self.kv_cache_manager = host.make("KVCacheManager", config(6))
 
         def reset_prefix_cache(self, *arguments: bool) -> bool:
             return True
