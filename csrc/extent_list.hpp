@@ -81,7 +81,6 @@ class ExtentList {
   template <class Visit>
   BlockId take(std::size_t count, BlockId after, void** out, Visit visit) {
     PYBLOCKPOOL_EXPECT(count > 0 && count <= size());
-    ++version_;
     Taken<Visit> taken{cached_, out, visit};
     if (size_ == 1) {
       take_singles(count, taken);
@@ -93,7 +92,6 @@ class ExtentList {
   }
 
   void remove(BlockId id) {
-    ++version_;
     const bool is_spendable = cached_.is_aside(id);
     if (size_ > 1) {
       const BlockId k = extent_of(id);
@@ -111,7 +109,6 @@ class ExtentList {
 
   // A chain of unqueued ids becomes cached, in this order.
   void add_cached(const Chain& chain) {
-    ++version_;
     const BlockId behind = cached_.back();
     cached_.splice_back(chain);
     if (size_ == 1) return;
@@ -131,7 +128,6 @@ class ExtentList {
 
   // A chain of unqueued ids becomes spendable.
   void add_unhashed(const Chain& chain) {
-    ++version_;
     BlockId id = chain.first;
     for (std::size_t i = 0; i < chain.size;) {
       const BlockId k = extent_of(id);
@@ -151,7 +147,6 @@ class ExtentList {
 
   // All cached ids become spendable.
   void forget_hashes() {
-    ++version_;
     shared_ = kEnd;
     while (cached_.size() > 0) {
       const BlockId id = cached_.pop_front();
@@ -165,38 +160,52 @@ class ExtentList {
     }
   }
 
-  // Counts the changes: who has seen the walk of this version need not look again.
-  std::uint64_t version() const { return version_; }
+  // The walk is the order in which single ids without a hint would be taken, to the last one:
+  //
+  //   the extents, ids ascending:  the shared one, what is spendable of it
+  //                                clean ones, shortest run first, lowest first
+  //                                aged ones that have room, what is spendable of them; the last to
+  //                                become whole first
+  //                                aged ones that have none, longest whole first
+  //                                the others, what is spendable of them: those with most of it
+  //                                first, lowest first
+  //   the fragments:               cached ids that are in no extent full of them, longest free
+  //   first
+  //
+  // With E == 1 the spendable ids, ascending, and the cached ones, longest free first.
+  //
+  // The id behind a free one in the walk. kEnd stands for both ends. A few steps, except that the
+  // list of cached ids is passed one by one between two fragments, and that of aged extents between
+  // two that have no room.
+  BlockId after(BlockId id) const {
+    PYBLOCKPOOL_EXPECT(id == kEnd || cached_.contains(id));
+    if (size_ == 1) return single_after(id);
+    if (is_fragment(id)) return fragment_after(id);
+    BlockId k = kEnd;
+    if (id != kEnd) {
+      k = extent_of(id);
+      const BlockId beside = lowest_of(k, id + 1);
+      if (beside != kEnd) return beside;
+    }
+    k = extent_after(k);
+    return k == kEnd ? fragment_after(kEnd) : lowest_of(k, k << shift_);
+  }
 
-  // All ids in the order in which single ones would be taken, to the last one.
-  std::vector<BlockId> walk() const {
-    std::vector<BlockId> ids;
-    ids.reserve(size());
-    if (size_ == 1) {
-      for (BlockId id = spendable_.next(0); id != kEnd; id = spendable_.next(id + 1)) {
-        ids.push_back(id);
-      }
+  // The id before a free one in the walk.
+  BlockId before(BlockId id) const {
+    PYBLOCKPOOL_EXPECT(id == kEnd || cached_.contains(id));
+    if (size_ == 1) return single_before(id);
+    BlockId k = kEnd;
+    if (id == kEnd || is_fragment(id)) {
+      const BlockId fragment = fragment_before(id);
+      if (fragment != kEnd) return fragment;
+    } else {
+      k = extent_of(id);
+      const BlockId beside = highest_of(k, id - 1);
+      if (beside != kEnd) return beside;
     }
-    if (shared_ != kEnd) append_spendable(shared_, ids);
-    for (const RunSet::Run& run : shortest_runs_first()) {
-      const BlockId end = (run.first + run.length) << shift_;
-      for (BlockId id = run.first << shift_; id < end; ++id) ids.push_back(id);
-    }
-    for (BlockId k = roomy_.back(); k != kEnd; k = roomy_.prev(k)) append_spendable(k, ids);
-    for (BlockId k = aged_.front(); k != kEnd; k = aged_.next(k)) {
-      if (roomy_.contains(k)) continue;
-      for (BlockId id = k << shift_; id < (k + 1) << shift_; ++id) ids.push_back(id);
-    }
-    for (std::size_t g = parts_.size(); g-- > 1;) {
-      for (BlockId k = parts_[g].next(0); k != kEnd; k = parts_[g].next(k + 1)) {
-        if (k != shared_) append_spendable(k, ids);
-      }
-    }
-    for (BlockId id = cached_.front(); id != kEnd; id = cached_.next(id)) {
-      const BlockId k = extent_of(id);
-      if (size_ == 1 || !aged_.contains(k) || roomy_.contains(k)) ids.push_back(id);
-    }
-    return ids;
+    k = extent_before(k);
+    return k == kEnd ? kEnd : highest_of(k, end_of(k) - 1);
   }
 
   // The first broken rule as text, "" if all hold. O(capacity).
@@ -234,7 +243,7 @@ class ExtentList {
       if (aged_.contains(k) != (whole && told.cached > 0)) {
         return "extent " + std::to_string(k) + " is aged in one place only";
       }
-      if (roomy_.contains(k) != (whole && 0 < told.cached && told.cached < size_)) {
+      if (roomy_.contains(k) != has_room(k)) {
         return "extent " + std::to_string(k) + " has room in one place only";
       }
       num_aged += whole && told.cached > 0 ? 1U : 0U;
@@ -254,7 +263,7 @@ class ExtentList {
     if (spendable != spendable_.count() || cached != cached_.size() || num_aged != aged()) {
       return "the counts of spendable and cached ids or of aged extents are wrong";
     }
-    if (shared_ != kEnd && at(shared_).free == size_) return "the shared extent is whole";
+    if (shared_ != kEnd && is_whole(shared_)) return "the shared extent is whole";
     for (const std::string& broken : {clean_.check(), aged_.check(), roomy_.check()}) {
       if (!broken.empty()) return broken;
     }
@@ -341,7 +350,7 @@ class ExtentList {
     if (extent.free == size_) {
       if (extent.cached > 0) {
         aged_.remove(k);
-        if (extent.cached < size_) roomy_.remove(k);
+        if (!is_full(k)) roomy_.remove(k);
       } else {
         clean_.reset(k);
       }
@@ -358,7 +367,7 @@ class ExtentList {
     if (extent.free == size_) {
       if (extent.cached > 0) {
         aged_.push_back(k);
-        if (extent.cached < size_) roomy_.push_back(k);
+        if (!is_full(k)) roomy_.push_back(k);
       } else {
         clean_.set(k);
       }
@@ -416,7 +425,7 @@ class ExtentList {
   BlockId room_for(std::size_t count) const {
     BlockId k = roomy_.back();
     for (int looks = 0; k != kEnd && looks < kRoomLooks; ++looks, k = roomy_.prev(k)) {
-      if (static_cast<std::size_t>(at(k).free - at(k).cached) >= count) return k;
+      if (static_cast<std::size_t>(spendable_in(k)) >= count) return k;
     }
     return kEnd;
   }
@@ -473,7 +482,7 @@ class ExtentList {
     }
     while (aged_.size() > 0 && opened_.size() < wanted) {
       const BlockId k = aged_.pop_front();
-      if (at(k).cached < size_) roomy_.remove(k);
+      if (!is_full(k)) roomy_.remove(k);
       give_up_cached(k);
       add(k);
     }
@@ -546,19 +555,6 @@ class ExtentList {
     }
   }
 
-  // All runs of clean extents; the lowest of several of one length first.
-  std::vector<RunSet::Run> shortest_runs_first() const {
-    std::vector<RunSet::Run> runs;
-    for (RunSet::Run run = clean_.next(0); run.length > 0;
-         run = clean_.next(run.first + run.length)) {
-      runs.push_back(run);
-    }
-    std::stable_sort(runs.begin(), runs.end(), [](const RunSet::Run& a, const RunSet::Run& b) {
-      return a.length < b.length;
-    });
-    return runs;
-  }
-
   // Takes up to `most` spendable ids of an extent that is not whole.
   template <class Visit>
   void spend_lowest(BlockId k, std::size_t most, Taken<Visit>& taken) {
@@ -589,12 +585,134 @@ class ExtentList {
     spendable_.set(id);
   }
 
-  void append_spendable(BlockId k, std::vector<BlockId>& ids) const {
-    const BlockId end = end_of(k);
-    for (BlockId id = spendable_.next(k << shift_); id != kEnd && id < end;
-         id = spendable_.next(id + 1)) {
-      ids.push_back(id);
+  bool is_whole(BlockId k) const { return at(k).free == size_; }
+  bool is_clean(BlockId k) const { return is_whole(k) && at(k).cached == 0; }
+  bool is_full(BlockId k) const { return at(k).cached == size_; }
+  bool has_room(BlockId k) const { return is_whole(k) && !is_clean(k) && !is_full(k); }
+  int spendable_in(BlockId k) const { return at(k).free - at(k).cached; }
+
+  bool is_fragment(BlockId id) const {
+    return id != kEnd && !is_full(extent_of(id)) && !cached_.is_aside(id);
+  }
+
+  // See after(). In each of these functions, too, kEnd stands for both ends.
+  BlockId single_after(BlockId id) const {
+    if (id == kEnd || cached_.is_aside(id)) {
+      id = spendable_.next(id + 1);
+      if (id != kEnd) return id;
     }
+    return cached_.next(id);
+  }
+
+  BlockId single_before(BlockId id) const {
+    if (id != kEnd && cached_.is_aside(id)) return spendable_.previous(id - 1);
+    id = cached_.prev(id);
+    return id == kEnd ? spendable_.highest() : id;
+  }
+
+  BlockId fragment_after(BlockId id) const {
+    if (!has_fragments()) return kEnd;
+    do {
+      id = cached_.next(id);
+    } while (id != kEnd && is_full(extent_of(id)));
+    return id;
+  }
+
+  BlockId fragment_before(BlockId id) const {
+    if (!has_fragments()) return kEnd;
+    do {
+      id = cached_.prev(id);
+    } while (id != kEnd && is_full(extent_of(id)));
+    return id;
+  }
+
+  bool has_fragments() const { return cached_.size() > (aged_.size() - roomy_.size()) << shift_; }
+
+  // The extent behind is the next one of the same section of the walk. Where that has no more, k is
+  // kEnd from there on, and the first one of the next section follows.
+  BlockId extent_after(BlockId k) const {
+    if (k == kEnd && shares()) return shared_;
+    if (k == shared_) k = kEnd;
+    if (k == kEnd || is_clean(k)) {
+      k = clean_.after(k);
+      if (k != kEnd) return k;
+    }
+    if (k == kEnd || has_room(k)) {
+      k = roomy_.prev(k);
+      if (k != kEnd) return k;
+    }
+    if (k == kEnd || is_full(k)) {
+      do {
+        k = aged_.next(k);
+      } while (k != kEnd && !is_full(k));
+      if (k != kEnd) return k;
+    }
+    do {
+      k = part_after(k);
+    } while (k != kEnd && k == shared_);
+    return k;
+  }
+
+  BlockId extent_before(BlockId k) const {
+    if (k != kEnd && k == shared_) return kEnd;
+    if (k == kEnd || !is_whole(k)) {
+      do {
+        k = part_before(k);
+      } while (k != kEnd && k == shared_);
+      if (k != kEnd) return k;
+    }
+    if (k == kEnd || is_full(k)) {
+      do {
+        k = aged_.prev(k);
+      } while (k != kEnd && !is_full(k));
+      if (k != kEnd) return k;
+    }
+    if (k == kEnd || has_room(k)) {
+      k = roomy_.next(k);
+      if (k != kEnd) return k;
+    }
+    k = clean_.before(k);
+    if (k != kEnd) return k;
+    return shares() ? shared_ : kEnd;
+  }
+
+  bool shares() const { return shared_ != kEnd && spendable_in(shared_) > 0; }
+
+  // Among all extents that are partly spendable.
+  BlockId part_after(BlockId k) const {
+    BlockId part = most_.highest();
+    if (k != kEnd) {
+      part = spendable_in(k);
+      const BlockId alike = parts_[static_cast<std::size_t>(part)].next(k + 1);
+      if (alike != kEnd) return alike;
+      part = most_.previous(part - 1);
+    }
+    return part == kEnd ? kEnd : parts_[static_cast<std::size_t>(part)].next(0);
+  }
+
+  BlockId part_before(BlockId k) const {
+    BlockId part = most_.next(0);
+    if (k != kEnd) {
+      part = spendable_in(k);
+      const BlockId alike = parts_[static_cast<std::size_t>(part)].previous(k - 1);
+      if (alike != kEnd) return alike;
+      part = most_.next(part + 1);
+    }
+    return part == kEnd ? kEnd : parts_[static_cast<std::size_t>(part)].highest();
+  }
+
+  // The lowest id of an extent, from `from` on, that is not left to the fragments; kEnd if there is
+  // none.
+  BlockId lowest_of(BlockId k, BlockId from) const {
+    const BlockId end = end_of(k);
+    if (from < end && !is_full(k)) from = spendable_.next(from);
+    return from < end ? from : kEnd;
+  }
+
+  BlockId highest_of(BlockId k, BlockId from) const {
+    const BlockId begin = k << shift_;
+    if (from >= begin && !is_full(k)) from = spendable_.previous(from);
+    return from >= begin ? from : kEnd;
   }
 
   FreeList& cached_;
@@ -614,7 +732,6 @@ class ExtentList {
   BlockId shared_ = kEnd;
   std::int64_t early_evictions_ = 0;
   std::int64_t shortages_ = 0;
-  std::uint64_t version_ = 0;
   // Of one call.
   std::vector<BlockId> opened_;
   std::vector<BlockId> singles_;

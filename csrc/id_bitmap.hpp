@@ -82,7 +82,7 @@ class IdBitmap {
 
   // The highest member that is not above `from`, kEnd if there is none.
   BlockId previous(BlockId from) const {
-    for (std::size_t level = 0; level < levels_.size(); ++level) {
+    for (std::size_t level = 0; from >= 0 && level < levels_.size(); ++level) {
       const unsigned above = 63U - bit(from);
       const Word rest = word(level, from) << above >> above;
       if (rest != 0) {
@@ -91,7 +91,6 @@ class IdBitmap {
         return from;
       }
       from = (from >> kShift) - 1;
-      if (from < 0) return kEnd;
     }
     return kEnd;
   }

@@ -23,7 +23,7 @@ import operator
 cimport cython
 from cpython.list cimport PyList_GET_SIZE
 from cpython.object cimport PyObject, PyTypeObject
-from libc.stdint cimport int32_t, int64_t, uint64_t
+from libc.stdint cimport int32_t, int64_t
 from libcpp cimport bool as cpp_bool
 from libcpp.string cimport string
 from libcpp.vector cimport vector
@@ -85,8 +85,8 @@ cdef extern from "extent_list.hpp" namespace "pyblockpool" nogil:
         void add_cached(const Chain&)
         void add_unhashed(const Chain&)
         void forget_hashes()
-        uint64_t version() const
-        vector[BlockId] walk() except +
+        BlockId after(BlockId) const
+        BlockId before(BlockId) const
         string check() const
 
 
@@ -318,10 +318,6 @@ cdef class FreeBlockQueue:
     cdef str _policy
     # The id beside which the next blocks are taken, kEnd for none.
     cdef BlockId _hint
-    # The order as somebody has walked it, and where each id is in it, while nothing has changed.
-    cdef vector[BlockId] _walked
-    cdef vector[int32_t] _place
-    cdef uint64_t _walked_version
     # Blocks by id, None where an id was never seen. A list, so that the garbage collector sees the
     # cycle block.pool -> pool -> queue -> block.
     cdef list _blocks
@@ -496,17 +492,10 @@ cdef class FreeBlockQueue:
         if self._head_is_cut:
             raise RuntimeError("next_free_block of fake_free_list_head should always exist")
         result = []
-        cdef BlockId id
-        cdef vector[BlockId] ids
-        if self._extents != NULL:
-            ids = self._extents.walk()
-            for id in ids:
-                result.append(self._blocks[id])
-            return result
-        id = self._list.front()
+        cdef BlockId id = self._next(kEnd)
         while id != kEnd:
             result.append(self._blocks[id])
-            id = self._list.next(id)
+            id = self._next(id)
         return result
 
     def iter_blocks_after(self, cursor):
@@ -637,33 +626,13 @@ cdef class FreeBlockQueue:
         if self._hint != kEnd:
             self._hint = last
 
-    cdef BlockId _next(self, BlockId id) except? kFailed:
+    cdef inline BlockId _next(self, BlockId id) noexcept:
         """The id behind a queued one, or the first one behind kEnd; kEnd at the end."""
-        if self._extents == NULL:
-            return self._list.next(id)
-        self._walk()
-        cdef size_t at = 0 if id == kEnd else <size_t> self._place[id] + 1
-        return self._walked[at] if at < self._walked.size() else kEnd
+        return self._list.next(id) if self._extents == NULL else self._extents.after(id)
 
-    cdef BlockId _prev(self, BlockId id) except? kFailed:
-        if self._extents == NULL:
-            return self._list.prev(id)
-        self._walk()
-        cdef size_t at = self._walked.size() if id == kEnd else <size_t> self._place[id]
-        return self._walked[at - 1] if at > 0 else kEnd
-
-    cdef int _walk(self) except -1:
-        """Under policies other than `lru` the order is made when somebody looks. O(largest id)."""
-        if self._walked_version == self._extents.version() and self._place.size():
-            return 0
-        self._walked = self._extents.walk()
-        # Not `assign`, which Cython believes cannot fail. What is stale is read of no queued id.
-        self._place.resize(self._list.capacity() + 1)
-        cdef size_t at
-        for at in range(self._walked.size()):
-            self._place[self._walked[at]] = <int32_t> at
-        self._walked_version = self._extents.version()
-        return 0
+    cdef inline BlockId _prev(self, BlockId id) noexcept:
+        """The id before a queued one, or the last one before kEnd; kEnd at the front."""
+        return self._list.prev(id) if self._extents == NULL else self._extents.before(id)
 
     cdef inline BlockId _own_id(self, PyObject* block) except? kFailed:
         """Id of a block that this queue owns, queued or not; kEnd for any other object."""

@@ -87,10 +87,20 @@ class RunSet {
     return *place_of({0, shorter(longest, wanted)});
   }
 
-  // The first run that begins at `from` or behind; none has no length.
-  Run next(BlockId from) const {
-    const BlockId first = firsts_.next(from);
-    return first == kEnd ? Run{} : Run{first, length_[index(first)]};
+  // The member behind one when they go run by run: the shortest run first, the lowest of several of
+  // one length first. kEnd stands for both ends.
+  BlockId after(BlockId id) const {
+    const Run run = id == kEnd ? Run{} : run_of(id);
+    if (id + 1 < run.first + run.length) return id + 1;
+    return run_after(run).first;
+  }
+
+  // The member before one in that order.
+  BlockId before(BlockId id) const {
+    Run run = id == kEnd ? Run{} : run_of(id);
+    if (id > run.first) return id - 1;
+    run = run_before(run);
+    return run.length == 0 ? kEnd : run.first + run.length - 1;
   }
 
   // The first broken rule as text, "" if all hold. O(capacity).
@@ -151,6 +161,34 @@ class RunSet {
   }
 
   Run lowest_of(BlockId length) const { return {short_[index(length)].next(0), length}; }
+
+  // The run behind one when they are sorted by length, then id. The run without ids stands for both
+  // ends.
+  Run run_after(const Run& run) const {
+    if (index(run.length) < kLong) {
+      // Also where there is no length: short_[0] is empty.
+      const BlockId alike = short_[index(run.length)].next(run.first + 1);
+      if (alike != kEnd) return {alike, run.length};
+      const BlockId longer = lengths_.next(run.length + 1);
+      if (longer != kEnd) return lowest_of(longer);
+      return long_.empty() ? Run{} : long_.front();
+    }
+    const auto behind = place_of(run) + 1;
+    return behind == long_.end() ? Run{} : *behind;
+  }
+
+  Run run_before(const Run& run) const {
+    BlockId length = lengths_.highest();
+    if (run.length == 0 || index(run.length) >= kLong) {
+      const auto place = run.length == 0 ? long_.end() : place_of(run);
+      if (place != long_.begin()) return *(place - 1);
+    } else {
+      const BlockId alike = short_[index(run.length)].previous(run.first - 1);
+      if (alike != kEnd) return {alike, run.length};
+      length = lengths_.previous(run.length - 1);
+    }
+    return length == kEnd ? Run{} : Run{short_[index(length)].highest(), length};
+  }
 
   // Where among the long runs this one is, or would be.
   std::vector<Run>::const_iterator place_of(const Run& run) const {

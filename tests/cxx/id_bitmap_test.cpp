@@ -19,6 +19,7 @@ void require_same(const IdBitmap& bitmap, const std::set<BlockId>& expected,
                   const std::string& after) {
   require(bitmap.count() == expected.size(), after + ": count");
   require(bitmap.highest() == (expected.empty() ? kEnd : *expected.rbegin()), after + ": highest");
+  require(bitmap.previous(-1) == kEnd, after + ": previous of all");
   const auto capacity = static_cast<BlockId>(bitmap.capacity());
   for (BlockId from = 0; from <= capacity + 1; ++from) {
     const auto found = expected.lower_bound(from);

@@ -26,6 +26,7 @@ namespace {
 
 using pyblockpool::BlockId;
 using pyblockpool::BrokenRunSet;
+using pyblockpool::kEnd;
 using pyblockpool::RunSet;
 
 std::vector<RunSet::Run> runs_of(const std::vector<bool>& members) {
@@ -61,13 +62,19 @@ void require_same(const RunSet& set, const std::vector<bool>& members, const std
   for (std::size_t id = 0; id < members.size(); ++id) {
     require(set.test(static_cast<BlockId>(id)) == members[id], after + ": test");
   }
-  const std::vector<RunSet::Run> runs = runs_of(members);
-  BlockId from = 0;
+  std::vector<RunSet::Run> runs = runs_of(members);
+  std::stable_sort(runs.begin(), runs.end(),
+                   [](const RunSet::Run& a, const RunSet::Run& b) { return a.length < b.length; });
+  BlockId last = kEnd;
+  const auto require_next = [&](BlockId id) {
+    require(set.after(last) == id, after + ": after " + std::to_string(last));
+    require(set.before(id) == last, after + ": before " + std::to_string(id));
+    last = id;
+  };
   for (const RunSet::Run& run : runs) {
-    require(same(set.next(from), run), after + ": next");
-    from = run.first + run.length;
+    for (BlockId id = run.first; id < run.first + run.length; ++id) require_next(id);
   }
-  require(set.next(from).length == 0, after + ": next at the end");
+  require_next(kEnd);
 }
 
 // Ids come and go in stretches up to `longest`, so that runs of all lengths occur.
