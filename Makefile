@@ -26,7 +26,8 @@ engine: install
 
 # vLLM's own tests, with its queue and with ours.
 upstream: install
-	$(BIN)/python tests/upstream/upstream_compare.py --workers $(WORKERS)
+	$(BIN)/python tests/upstream/upstream_compare.py --workers $(WORKERS) \
+	  --queue native native:sorted native:extent
 
 cxx: $(VENV)/.env
 	$(BIN)/cmake -S . -B build/cxx -DCMAKE_BUILD_TYPE=Debug -DPYBLOCKPOOL_EXTENSION=OFF \

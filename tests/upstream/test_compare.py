@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from upstream_compare import as_json, compare, report, select
+from upstream_compare import FILES, SLOWEST, as_json, compare, compare_all, report, select
+from upstream_expected import BY_DESIGN
 from upstream_fetch import FetchError
 from upstream_hub import CONFIGS, write_hub
 from upstream_run import Run
@@ -23,6 +24,7 @@ from upstream_verdict import (
     Outcome,
     complaints,
     diverging,
+    file_of,
     only_ours,
     read_junit,
     repeated,
@@ -178,21 +180,21 @@ def test_a_crash_outside_of_a_test_is_told() -> None:
 def test_equal_runs_are_fine_and_not_run_again() -> None:
     same = run_of(outcomes(test_evict=PASSED, test_gpu=SKIPPED))
     runs = Runs(same, same)
-    comparison = compare(runs, "native", [FILE], floor=1)
+    comparison = compare_all(runs, ["native"], [FILE], floor=1)["native"]
     assert comparison.ok
     assert runs.asked == [("vllm", [FILE]), ("native", [FILE])]
-    assert "Nothing that passes" in report(comparison, [FILE])
+    assert "Nothing that passes" in report("native", comparison)
 
 
 def test_only_the_diverging_tests_are_run_again() -> None:
     good = run_of(outcomes(test_evict=PASSED, test_flaky=PASSED, test_touch=PASSED))
     bad = run_of(outcomes(test_evict=FAILED, test_flaky=FAILED, test_touch=PASSED))
     again = run_of(outcomes(test_evict=FAILED, test_flaky=PASSED), pools_built=0)
-    runs = Runs(good, bad, good, again, again, again)
-    comparison = compare(runs, "native", [FILE], floor=1)
-    assert runs.asked[2:] == [(q, [TEST, f"{FILE}::test_flaky"]) for q in ("vllm", *["native"] * 3)]
+    runs = Runs(bad, good, again, again, again)
+    comparison = compare(runs, good, "native", [FILE], floor=1)
+    assert runs.asked[1:] == [(q, [TEST, f"{FILE}::test_flaky"]) for q in ("vllm", *["native"] * 3)]
     assert (comparison.ok, comparison.problems) == (False, [])
-    text = report(comparison, [FILE])
+    text = report("native", comparison)
     assert f"DIVERGES {TEST}: passed with vLLM's queue, failed with ours\n    why" in text
     assert f"Excused, did not diverge when run again by itself: {FILE}::test_flaky" in text
 
@@ -208,17 +210,114 @@ def test_only_the_diverging_tests_are_run_again() -> None:
     ],
 )
 def test_a_run_that_proves_nothing_fails(stock: Run, ours: Run, problem: str) -> None:
-    comparison = compare(Runs(stock, ours), "native", [FILE], floor=1)
+    comparison = compare(Runs(ours), stock, "native", [FILE], floor=1)
     assert not comparison.ok
     assert comparison.divergences == []
     assert problem in comparison.problems[0]
-    assert f"PROBLEM {comparison.problems[0]}" in report(comparison, [FILE])
+    assert f"PROBLEM {comparison.problems[0]}" in report("native", comparison)
+
+
+def test_stock_is_run_once_for_all_queues() -> None:
+    """And the slowest file with the first of ours only."""
+    slow = {f"{SLOWEST}::test_blast": Outcome(PASSED)}
+    both = run_of(outcomes(test_evict=PASSED) | slow)
+    runs = Runs(both, both, run_of(outcomes(test_evict=PASSED)))
+    found = compare_all(runs, ["native", "native:extent"], [SLOWEST, FILE], floor=2)
+    assert runs.asked == [
+        ("vllm", [SLOWEST, FILE]),
+        ("native", [SLOWEST, FILE]),
+        ("native:extent", [FILE]),
+    ]
+    assert [comparison.ok for comparison in found.values()] == [True, True]
+    assert SLOWEST in report("native", found["native"])
+    assert SLOWEST not in report("native:extent", found["native:extent"])
+
+
+def test_the_slowest_file_is_run_with_every_queue_if_nothing_else_was_asked_for() -> None:
+    same = run_of({f"{SLOWEST}::test_blast": Outcome(PASSED)})
+    runs = Runs(same, same, same)
+    compare_all(runs, ["native", "native:extent"], [SLOWEST], floor=1)
+    assert [tests for _, tests in runs.asked] == [[SLOWEST]] * 3
+
+
+@pytest.fixture
+def listed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(BY_DESIGN, "native:odd", {TEST: "asserts an even order"})
+
+
+ASSERTS = [
+    "assert [1] == [2]",
+    "AssertionError",
+    "AssertionError: assert 1 == 2",
+]
+
+
+@pytest.mark.usefixtures("listed")
+@pytest.mark.parametrize("message", ASSERTS)
+def test_a_listed_test_may_fail(message: str) -> None:
+    stock = run_of(outcomes(test_evict=PASSED, test_touch=PASSED))
+    ours = run_of(outcomes(test_touch=PASSED) | {TEST: Outcome(FAILED, message)})
+    runs = Runs(ours)
+    comparison = compare(runs, stock, "native:odd", [FILE], floor=1)
+    assert comparison.ok
+    assert len(runs.asked) == 1
+    assert as_json(comparison)["by_design"][0]["test"] == TEST
+    text = report("native:odd", comparison)
+    assert f"Fails by design: {TEST}: asserts an even order" in text
+    assert "Nothing but what is listed" in text
+
+
+@pytest.mark.usefixtures("listed")
+@pytest.mark.parametrize(
+    ("status", "message"),
+    [
+        (FAILED, "RuntimeError: append(): block 3 is already queued"),
+        (FAILED, "AssertionErrors: of another kind"),
+        *((status, ASSERTS[0]) for status in (ERROR, SKIPPED, CRASHED)),
+        (MISSING.status, MISSING.message),
+    ],
+)
+def test_what_a_listed_test_may_not_do(status: str, message: str) -> None:
+    stock = run_of(outcomes(test_evict=PASSED))
+    ours = run_of({} if status == MISSING.status else {TEST: Outcome(status, message)})
+    comparison = compare(Runs(ours, stock, *[ours] * 3), stock, "native:odd", [FILE], floor=1)
+    assert comparison.divergences == [Divergence(TEST, PASSED, status, message)]
+    assert not comparison.ok
+
+
+@pytest.mark.usefixtures("listed")
+def test_a_listed_test_may_not_pass() -> None:
+    same = run_of(outcomes(test_evict=PASSED))
+    comparison = compare(Runs(same), same, "native:odd", [FILE], floor=1)
+    assert not comparison.ok
+    (problem,) = comparison.problems
+    assert problem.startswith(f"{TEST} passes with the queue 'native:odd'")
+
+
+@pytest.mark.usefixtures("listed")
+def test_a_listed_test_that_a_release_lacks_or_that_was_not_asked_for_says_nothing() -> None:
+    same = run_of(outcomes(test_touch=PASSED))
+    assert compare(Runs(same), same, "native:odd", [FILE], floor=1).ok
+
+
+@pytest.mark.usefixtures("listed")
+def test_the_list_of_one_queue_says_nothing_of_another() -> None:
+    stock, ours = run_of(outcomes(test_evict=PASSED)), run_of({TEST: Outcome(FAILED, ASSERTS[0])})
+    comparison = compare(Runs(ours, stock, *[ours] * 3), stock, "native", [FILE], floor=1)
+    assert [divergence.test for divergence in comparison.divergences] == [TEST]
+    assert comparison.by_design == []
+
+
+@pytest.mark.parametrize("queue", BY_DESIGN)
+def test_what_is_listed_is_run(queue: str) -> None:
+    assert {file_of(test) for test in BY_DESIGN[queue]} <= {*FILES} - {SLOWEST}
 
 
 def test_the_result_is_json() -> None:
     stock = run_of(outcomes(test_evict=PASSED))
     ours = run_of(outcomes(test_evict=CRASHED, test_new=PASSED))
-    result = as_json(compare(Runs(stock, ours, stock, *[ours] * 3), "native", [FILE], floor=1))
+    runs = Runs(ours, stock, *[ours] * 3)
+    result = as_json(compare(runs, stock, "native", [FILE], floor=1))
     assert json.loads(json.dumps(result)) == result
     assert not result["ok"]
     assert result["passed"] == {"stock": 1, "ours": 1}
