@@ -1,4 +1,4 @@
-# Verbs: rollout, test, lint, bench; their parts: env, install, cxx, unit, sanitize, engine, upstream.
+# Verbs: rollout, test, lint, bench, replay; their parts: env, install, cxx, unit, sanitize, engine, upstream.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -9,7 +9,7 @@ BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE $(wildcard csrc/* pyblockpool/*.py* pyblockpool/*/*.py)
 SCRIPTS := bench bench/micro examples tests tests/engine tests/plugin tests/upstream
 
-.PHONY: rollout test unit engine upstream cxx sanitize lint format bench env install clean
+.PHONY: rollout test unit engine upstream cxx sanitize lint format bench replay env install clean
 
 # GRPO-style rollout rounds on a real vLLM engine, once with vLLM's queue and once with ours.
 rollout: install
@@ -68,6 +68,10 @@ bench: install
 	$(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benchmark-disable-gc \
 	  --benchmark-columns=median,iqr --results=bench/results/micro.json
 	$(BIN)/python bench/table.py
+
+# The placement policies on public request traces; TRACES is the folder they are in.
+replay: install
+	$(BIN)/python bench/replay_policies.py $(TRACES)
 
 env: $(VENV)/.env
 install: $(VENV)/.installed

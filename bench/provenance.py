@@ -18,7 +18,8 @@ def provenance() -> dict[str, str]:
         ran = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
         return ran.stdout.strip()
 
-    dirty = "+changes" if git("status", "--porcelain", "--untracked-files=no") else ""
+    package = ("csrc", "pyblockpool", "CMakeLists.txt", "pyproject.toml")
+    dirty = "+changes" if git("status", "--porcelain", "--", *package) else ""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": git("rev-parse", "--short", "HEAD") + dirty,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from implementations import QUEUES, MakeBlocks, SlotBlock, assert_order, ids
 
-from pyblockpool import _queue, reference, settings
+from pyblockpool import FreeBlockQueue, _queue, reference, settings
 
 POLICIES = [("sorted", 1), ("extent", 1), ("extent", 2), ("extent", 8), ("extent", 64)]
 
@@ -528,20 +528,31 @@ def test_room_that_is_too_small_or_was_made_too_long_ago(strict_class: Any) -> N
     assert ids(queue.popleft_n(4)) == chains[0][:4]
 
 
+def num_cached(strict_class: Any, num_blocks: int, length: int, in_flight: int) -> int:
+    """Cached blocks in a queue through which requests of ``length`` have gone three times."""
+    made = [SlotBlock(i) for i in range(num_blocks + 1)]
+    queue = strict_class(made, policy="extent", size=8)
+    queue.popleft()
+    requests: list[list[Any]] = []
+    for _ in range(3 * num_blocks // length):
+        requests.append(queue.popleft_n(length))
+        if len(requests) > in_flight:
+            queue.append_n(requests.pop(0)[::-1])
+    assert queue.check() == ""
+    stats = queue.stats()
+    return int(stats["free"] - stats["unhashed"])
+
+
 @pytest.mark.parametrize("length", [1, 2, 4])
-@pytest.mark.parametrize("in_flight", [1, 8])
+@pytest.mark.parametrize("in_flight", [0, 8])
 def test_short_requests_do_not_cost_the_cache(
     strict_class: Any, length: int, in_flight: int
 ) -> None:
     """Nothing is evicted as long as there are blocks without a hash, but for a few extents."""
-    made = [SlotBlock(i) for i in range(257)]
-    queue = strict_class(made, policy="extent", size=8)
-    queue.popleft()
-    requests: list[list[Any]] = []
-    for _ in range(3 * 256 // length):
-        requests.append(queue.popleft_n(length))
-        if len(requests) > in_flight:
-            queue.append_n(requests.pop(0)[::-1])
-    stats = queue.stats()
-    assert stats["free"] - stats["unhashed"] > 256 - 8 * (in_flight + 2)
-    assert queue.check() == ""
+    assert num_cached(strict_class, 256, length, in_flight) > 256 - 8 * (in_flight + 2)
+
+
+@pytest.mark.parametrize(("length", "cached"), [(9, 575), (20, 848), (50, 908), (200, 1016)])
+def test_what_fresh_tables_cost_the_cache(length: int, cached: int) -> None:
+    """They share no extent, so the last one of each is filled in part: the README tells."""
+    assert num_cached(FreeBlockQueue, 1024, length, 0) == cached

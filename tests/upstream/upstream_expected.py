@@ -8,7 +8,6 @@ are listed under `native:sorted`, too.
 
 CACHING = "tests/v1/core/test_prefix_caching.py"
 OFFLOADING = "tests/v1/kv_connector/unit/offloading_connector/test_scheduler.py"
-HISPARSE = "tests/v1/kv_connector/unit/test_hisparse_connector.py"
 
 UNHASHED = "asserts that blocks without a hash are reused last freed first; here the lowest first"
 RESET_IDS = (
@@ -19,10 +18,6 @@ OWN_EXTENT = (
     "asserts the ids of tables, which in vLLM begin where the one before ended; here each begins "
     "in an extent of its own"
 )
-THREE_EXTENTS = (
-    "asserts that what a finished request leaves behind outlives the next one in a pool of three "
-    "whole extents, which here the tables of that one open; with twice the blocks it passes"
-)
 
 BY_DESIGN: dict[str, dict[str, str]] = {
     "native:sorted": {
@@ -32,10 +27,12 @@ BY_DESIGN: dict[str, dict[str, str]] = {
         f"{OFFLOADING}::test_request_finished_mixed_full_attn_and_sliding_window": RESET_IDS,
     },
     "native:extent": {
+        f"{CACHING}::test_device_eviction_keeps_host_prefix": (
+            "asserts that the first tables of two pools have the same ids; here that of the device "
+            "begins in an extent of its own, and the host's pool has no extents"
+        ),
         f"{CACHING}::test_different_block_size": OWN_EXTENT,
         f"{CACHING}::test_evict": OWN_EXTENT,
-        f"{CACHING}::test_hisparse_host_prefix_can_be_completed_by_indexer_offload": THREE_EXTENTS,
-        f"{CACHING}::test_hisparse_prefix_hit_adopts_gpu_shadow_pages": THREE_EXTENTS,
         **{
             f"{CACHING}::test_hisparse_prefix_hit_under_pressure_adopts_surviving_copies[{case}]": (
                 "asserts which cached blocks outlive an allocation of all blocks but 7 or 10; here "
@@ -43,9 +40,6 @@ BY_DESIGN: dict[str, dict[str, str]] = {
             )
             for case in ("7-adopted_pages0", "10-adopted_pages1")
         },
-        f"{CACHING}::test_hisparse_terminal_prefix_waits_for_all_workers_and_preserves_identity": (
-            THREE_EXTENTS
-        ),
         f"{CACHING}::test_hybrid_local_kv_retention_interval_survives_recycling": (
             "asserts that what one request left in the cache outlives another one in 800 blocks; "
             "here these are 25 extents, as the smallest block has 4 tokens, and cached blocks "
@@ -56,11 +50,6 @@ BY_DESIGN: dict[str, dict[str, str]] = {
         f"{CACHING}::test_prefill_hybrid_model": OWN_EXTENT,
         f"{CACHING}::test_prefill_hybrid_model_eagle": OWN_EXTENT,
         f"{CACHING}::test_prefill_plp": UNHASHED,
-        f"{CACHING}::test_swa_free_split_keeps_cached_tail_ahead_of_scratch": (
-            "asserts that all blocks without a hash are reused before all that are cached; here an "
-            "extent that has both is reused as a whole"
-        ),
         f"{OFFLOADING}::test_request_finished_mixed_full_attn_and_sliding_window": RESET_IDS,
-        f"{HISPARSE}::test_scheduled_prefix_hit_publishes_adopted_copies": THREE_EXTENTS,
     },
 }
