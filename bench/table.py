@@ -10,7 +10,15 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "bench" / "results"
 
+# As they are called in the saved replays -> in the README.
+REPLAYED = {
+    "python": "vLLM's queue",
+    "native:sorted": "`sorted`",
+    "native:extent,size=8": "`extent`, E = 8",
+    "native:extent,size=16": "`extent`, E = 16",
+}
 
 RESET = "order reset "
 POLICIES = "policies: "
@@ -78,6 +86,28 @@ def flat_table(results: dict[str, Any]) -> list[str]:
     return [*lines, "", f"ns a block, `lru` / `sorted` / `extent`; {provenance(results)}"]
 
 
+def replay_table(results: dict[str, Any]) -> list[str]:
+    lines = [
+        f"| trace, blocks, resident requests | {' | '.join(REPLAYED.values())} |",
+        f"| --- |{' --- |' * len(REPLAYED)}",
+    ]
+    for row in results["rows"]:
+        setup = row["setup"]
+        cells = [f"{row['name']}, {setup['num_blocks']:,}, {setup['residents']}"]
+        for name in REPLAYED:
+            found = row["queues"][name]
+            runs = [short(found[when]["blocks_per_run"]) for when in ("prefill", "release")]
+            hits = f"; {found['hit_rate']:.2%}" if found["hit_tokens"] else ""
+            amplification = found["release"]["tile_amplification"]
+            cells.append(f"{' / '.join(runs)}{hits}; {amplification:.2f}")
+        lines.append(f"| {' | '.join(cells)} |")
+    return [*lines, "", provenance(results)]
+
+
+def short(number: float) -> str:
+    return f"{number:,.{1 if number < 10 else 0}f}"
+
+
 def times(ratio: float) -> str:
     return f"{ratio:.{0 if ratio > 20 else 1}f}x"
 
@@ -89,37 +119,46 @@ def provenance(results: dict[str, Any]) -> str:
     )
 
 
+# The results that a table is made of -> its name in the README, what makes it.
 TABLES = {
-    "micro": micro_table,
-    "reset": reset_table,
-    "policies": policies_table,
-    "flat": flat_table,
+    "micro": {
+        "micro": micro_table,
+        "reset": reset_table,
+        "policies": policies_table,
+        "flat": flat_table,
+    },
+    "replay": {"replay": replay_table},
 }
 
 
 def filled_in(readme: str) -> str:
     """The README with each table made anew."""
-    results = json.loads((ROOT / "bench/results/micro.json").read_text())
-    for name, table in TABLES.items():
-        begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
-        text = "\n".join([begin, *table(results), end])
-        pattern = re.compile(f"{begin}.*?{end}", re.DOTALL)
-        readme, count = pattern.subn(lambda _, text=text: text, readme)  # type: ignore[misc]
-        if count != 1:
-            raise ValueError(f"README.md has {count} places for the table {name}, not 1")
+    for file, tables in TABLES.items():
+        results = json.loads((RESULTS / f"{file}.json").read_text())
+        for name, table in tables.items():
+            begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+            text = "\n".join([begin, *table(results), end])
+            pattern = re.compile(f"{begin}.*?{end}", re.DOTALL)
+            readme, count = pattern.subn(lambda _, text=text: text, readme)  # type: ignore[misc]
+            if count != 1:
+                raise ValueError(f"README.md has {count} places for the table {name}, not 1")
     return readme
+
+
+def fill_in() -> None:
+    """Set the tables into the README."""
+    path = ROOT / "README.md"
+    path.write_text(filled_in(path.read_text()))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="only say whether README.md agrees")
-    arguments = parser.parse_args()
-    readme = ROOT / "README.md"
-    text = readme.read_text()
-    filled = filled_in(text)
-    if not arguments.check:
-        readme.write_text(filled)
-    elif text != filled:
+    if not parser.parse_args().check:
+        fill_in()
+        return 0
+    text = (ROOT / "README.md").read_text()
+    if text != filled_in(text):
         print("README.md does not agree with bench/results/: run `python bench/table.py`")
         return 1
     return 0
