@@ -18,8 +18,15 @@ def provenance() -> dict[str, str]:
         ran = subprocess.run(["git", *arguments], capture_output=True, text=True, check=True)
         return ran.stdout.strip()
 
-    package = ("csrc", "pyblockpool", "CMakeLists.txt", "pyproject.toml")
-    dirty = "+changes" if git("status", "--porcelain", "--", *package) else ""
+    measured = (
+        "csrc",
+        "pyblockpool",
+        "CMakeLists.txt",
+        "pyproject.toml",
+        "bench",
+        ":!bench/results",
+    )
+    dirty = "+changes" if git("status", "--porcelain", "--", *measured) else ""
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
         "commit": git("rev-parse", "--short", "HEAD") + dirty,

@@ -52,6 +52,11 @@ class Row:
 ROWS = [
     Row("chat, Mooncake", MOONCAKE, "--limit 1000 --blocks 65536 --residents 32"),
     Row(
+        "chat, Mooncake, chunks of 2,048",
+        MOONCAKE,
+        "--limit 1000 --blocks 65536 --residents 32 --chunk 2048",
+    ),
+    Row(
         "chat, Mooncake, cache off",
         MOONCAKE,
         "--limit 1000 --blocks 65536 --residents 32 --no-caching",
@@ -60,7 +65,7 @@ ROWS = [
     Row(
         "short chat, Mooncake / 32",
         MOONCAKE,
-        "--limit 6000 --block-size 512 --blocks 16384 --residents 64",
+        "--limit 6000 --block-size 512 --tile 8 --blocks 16384 --residents 64",
     ),
     Row("chat, Azure", AZURE, "--limit 3000 --blocks 8192 --residents 64"),
     Row("chat, Azure, cache off", AZURE, "--limit 3000 --blocks 8192 --residents 64 --no-caching"),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -26,6 +28,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         return int(options.run(options))
+    except BrokenPipeError:  # the reader of a pipe has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (BlockQueueError, OSError, ImportError) as error:
         print(f"pyblockpool {options.verb}: {error}", file=sys.stderr)
         return 1
@@ -107,6 +112,13 @@ def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         metavar="N",
         help="processes; default: %(default)s",
     )
+    replay.add_argument(
+        "--tile",
+        type=_at_least(1),
+        default=0,
+        metavar="BLOCKS",
+        help="in a tile, for which amplification is told; default: as many as hold 128 tokens",
+    )
     replay.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
@@ -121,7 +133,7 @@ def _at_least(least: int) -> Callable[[str], int]:
 
 
 def _replay(options: argparse.Namespace) -> int:
-    queues = options.policy or list(REPLAYED)
+    queues = list(dict.fromkeys(options.policy or REPLAYED))
     requests = read_requests(
         options.trace,
         limit=options.limit,
@@ -136,6 +148,7 @@ def _replay(options: argparse.Namespace) -> int:
         caching=options.caching,
         chunk=options.chunk,
         seed=options.seed,
+        tile=options.tile,
     )
     columns = (
         TextColumn("{task.description}"),
@@ -156,22 +169,28 @@ def _replay(options: argparse.Namespace) -> int:
         found = {queue: each.as_json() for queue, each in figures.items()}
         print(json.dumps({"setup": asdict(setup), "requests": len(requests), "queues": found}))
     else:
-        Console().print(_table(figures))
+        console = Console()
+        # A pipe has no width: nothing is cut there.
+        console.print(_table(figures, setup), width=None if console.is_terminal else 1000)
+    sys.stdout.flush()
     return 0
 
 
-def _table(figures: dict[str, Figures]) -> Table:
+def _table(figures: dict[str, Figures], setup: Setup) -> Table:
     """A column a queue: the names of the figures are long, and queues are few."""
     table = Table()
     table.add_column()
     for queue in figures:
-        table.add_column(queue, justify="right")
+        table.add_column(queue, justify="right", overflow="fold")
     rows: list[tuple[str, Callable[[Figures], str]]] = [
-        ("prefix hits", lambda each: f"{each.hit_rate:.2%}"),
-        ("blocks a run, prompts", lambda each: f"{each.prefill.blocks_per_run:,.1f}"),
-        ("blocks a run, at release", lambda each: f"{each.release.blocks_per_run:,.1f}"),
-        ("mergeable share", lambda each: f"{each.release.mergeable_share:.1%}"),
-        ("tile amplification", lambda each: f"{each.release.tile_amplification:.2f}"),
+        ("prefix hits", lambda each: _number(each.hit_rate, ".2%")),
+        ("blocks a run, prompts", lambda each: _number(each.prefill.blocks_per_run, ",.1f")),
+        ("blocks a run, at release", lambda each: _number(each.release.blocks_per_run, ",.1f")),
+        ("mergeable share", lambda each: _number(each.release.mergeable_share, ".1%")),
+        (
+            f"tile amplification, {setup.tile} blocks",
+            lambda each: _number(each.release.tile_amplification, ".2f"),
+        ),
         ("evictions", lambda each: f"{each.evictions:,}"),
         ("early evictions", lambda each: _of_queue(each, "early_evictions")),
         ("shortages", lambda each: _of_queue(each, "shortages")),
@@ -180,6 +199,10 @@ def _table(figures: dict[str, Figures]) -> Table:
     for name, text in rows:
         table.add_row(name, *map(text, figures.values()))
     return table
+
+
+def _number(value: float, style: str) -> str:
+    return "-" if math.isnan(value) else format(value, style)
 
 
 def _of_queue(figures: Figures, name: str) -> str:

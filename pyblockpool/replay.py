@@ -10,6 +10,7 @@ preempted, as by vLLM's scheduler.
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import random
@@ -18,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
 from multiprocessing.connection import Connection, wait
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
@@ -27,9 +28,8 @@ from pyblockpool.errors import BlockQueueError, ReplayError
 from pyblockpool.request_trace import TraceRequest
 from pyblockpool.settings import QUEUE_VARIABLE, Settings
 
-# Tile amplification is told for tiles of as many blocks: 128 tokens in blocks of 16, as much as
-# FlexAttention's kernels take at once.
-TILE = 8
+# As much of the cache as FlexAttention's kernels take at once.
+TILE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Setup:
         caching: whether prefixes are cached.
         chunk: tokens of a prompt that are computed in one turn, None for all of them.
         seed: of the order in which resident requests get their turn.
+        tile: blocks in a tile, for which amplification is told; 0 for as many as hold 128 tokens.
     """
 
     num_blocks: int
@@ -51,12 +52,16 @@ class Setup:
     caching: bool = True
     chunk: int | None = None
     seed: int = 0
+    tile: int = 0
 
     def __post_init__(self) -> None:
-        for name, least in (("num_blocks", 2), ("residents", 1), ("block_size", 1), ("chunk", 1)):
+        least_values = {"num_blocks": 2, "residents": 1, "block_size": 1, "chunk": 1, "tile": 0}
+        for name, least in least_values.items():
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} must be at least {least}, not {value}")
+        if self.tile == 0:
+            object.__setattr__(self, "tile", max(1, TILE_TOKENS // self.block_size))
 
 
 @dataclass
@@ -73,8 +78,8 @@ class Figures:
         queue: ``stats()`` of a native queue at the end, {} of vLLM's own.
     """
 
-    prefill: Contiguity = field(default_factory=lambda: Contiguity(TILE))
-    release: Contiguity = field(default_factory=lambda: Contiguity(TILE))
+    prefill: Contiguity
+    release: Contiguity
     prompt_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
@@ -84,19 +89,23 @@ class Figures:
     @property
     def hit_rate(self) -> float:
         """Share of the prompt tokens that were found in the prefix cache."""
-        return self.hit_tokens / self.prompt_tokens
+        return self.hit_tokens / self.prompt_tokens if self.prompt_tokens else math.nan
 
     def as_json(self) -> dict[str, Any]:
-        """All of it, and the ratios, with plain names and values."""
-        found = {"hit_rate": self.hit_rate, **asdict(self)}
+        """All of it, and the ratios, with plain names and values; None for what there is not."""
+        found = {"hit_rate": _or_none(self.hit_rate), **asdict(self)}
         for name in ("prefill", "release"):
             tables: Contiguity = getattr(self, name)
             found[name] |= {
-                "blocks_per_run": tables.blocks_per_run,
-                "mergeable_share": tables.mergeable_share,
-                "tile_amplification": tables.tile_amplification,
+                "blocks_per_run": _or_none(tables.blocks_per_run),
+                "mergeable_share": _or_none(tables.mergeable_share),
+                "tile_amplification": _or_none(tables.tile_amplification),
             }
         return found
+
+
+def _or_none(ratio: float) -> float | None:
+    return None if math.isnan(ratio) else ratio
 
 
 def replay(
@@ -115,6 +124,7 @@ def replay(
         ReplayError: a request does not fit into the empty pool.
         ImportError: vLLM is not installed.
     """
+    _refuse_what_does_not_fit(requests, setup)
     return _ClosedLoop(requests, setup).run(progress)
 
 
@@ -144,6 +154,7 @@ def replay_each(
     """
     for queue in queues:
         Settings.from_environ({QUEUE_VARIABLE: queue})
+    _refuse_what_does_not_fit(requests, setup)
     figures: dict[str, Figures] = {}
     waiting = deque(dict.fromkeys(queues))
     running: dict[Connection, tuple[str, Any]] = {}
@@ -164,11 +175,11 @@ def replay_each(
                 queue, process = running[connection]
                 try:
                     news = connection.recv()
-                except EOFError:
+                except (EOFError, OSError):
                     process.join()
                     raise ReplayError(
-                        f"the replay with {queue} ended with exit status {process.exitcode}; "
-                        "what it printed says why"
+                        f"the replay with {queue} ended with exit status {process.exitcode} "
+                        "(-9: killed, perhaps for want of memory); what it printed may say why"
                     ) from None
                 if isinstance(news, int):
                     progress(queue, news)
@@ -179,8 +190,10 @@ def replay_each(
                     raise news
                 figures[queue] = news
     finally:
-        for _, process in running.values():
+        for connection, (_, process) in running.items():
             process.terminate()
+            process.join()
+            connection.close()
     return {queue: figures[queue] for queue in queues}
 
 
@@ -221,7 +234,7 @@ class _EvictionCount:
         pass
 
 
-@dataclass
+@dataclass(eq=False)
 class _Resident:
     """A request of the trace, from the moment in which it is the next one to be admitted."""
 
@@ -246,13 +259,12 @@ class _ClosedLoop:
         self._running: list[_Resident] = []
         self._random = random.Random(setup.seed)
         self._num_unique_tokens = 0
-        self._figures = Figures()
+        self._figures = Figures(Contiguity(setup.tile), Contiguity(setup.tile))
 
     def expect_queue(self, settings: Settings) -> None:
-        from pyblockpool import FreeBlockQueue
-
         queue = self._manager.block_pool.free_block_queue
-        policy = queue.stats()["policy"] if isinstance(queue, FreeBlockQueue) else None
+        is_ours = type(queue).__module__.startswith("pyblockpool.")
+        policy = queue.stats()["policy"] if is_ours else None
         if policy != (settings.policy if settings.queue == "native" else None):
             raise ReplayError(
                 f"{QUEUE_VARIABLE}={settings} has no effect here, the queue is a "
@@ -267,8 +279,6 @@ class _ClosedLoop:
                     resident.was_admitted = True
                     admitted += 1
                     progress(admitted)
-            if not self._running:
-                self._refuse(self._next[0])
             for resident in self._random.sample(self._running, len(self._running)):
                 if resident in self._running:  # others of this turn may have preempted it
                     self._advance(resident)
@@ -331,21 +341,22 @@ class _ClosedLoop:
         """One turn: a chunk of the prompt, or as many tokens of the answer as a block holds."""
         request = resident.request
         num_new = request.num_tokens - request.num_computed_tokens
-        if request.num_output_tokens == 0 or num_new > 1:
-            num_new = self._chunk(num_new)
-        else:
+        answers = request.num_output_tokens > 0 and num_new == 1
+        if answers:
             num_new = min(self._setup.block_size, request.max_tokens - request.num_output_tokens)
-            request.append_output_token_ids(self._unique_tokens(num_new))
+        else:
+            num_new = self._chunk(num_new)
         while self._manager.allocate_slots(request, num_new) is None:
             victim = self._running.pop()
-            if not self._running:
-                self._refuse(victim)
             self._manager.free(victim.request)
             victim.request.num_computed_tokens = 0
             self._next.appendleft(victim)
             self._figures.preemptions += 1
             if victim is resident:
                 return
+        if answers:
+            request.append_output_token_ids(self._unique_tokens(num_new))
+            self._manager.cache_blocks(request, request.num_computed_tokens + num_new)
         self._compute(resident, num_new)
 
     def _compute(self, resident: _Resident, num_tokens: int) -> None:
@@ -366,13 +377,17 @@ class _ClosedLoop:
         (block_ids,) = self._manager.get_block_ids(resident.request.request_id)
         return np.array(block_ids, np.int32)
 
-    def _refuse(self, resident: _Resident) -> NoReturn:
-        trace = resident.trace
-        raise ReplayError(
-            f"request {resident.index} of the trace, {trace.input_length} + {trace.output_length} "
-            f"tokens, does not fit into {self._setup.num_blocks} blocks of "
-            f"{self._setup.block_size}: take more blocks, or leave out long requests"
-        )
+
+def _refuse_what_does_not_fit(requests: Sequence[TraceRequest], setup: Setup) -> None:
+    """Any other request is served in the end: when it is alone, it has the whole pool."""
+    for index, request in enumerate(requests):
+        slots = request.input_length + request.output_length - 1  # nobody reads the last token
+        if -(-slots // setup.block_size) >= setup.num_blocks:  # one is the null block
+            raise ReplayError(
+                f"request {index} of the trace, {request.input_length} + {request.output_length} "
+                f"tokens, does not fit into {setup.num_blocks} blocks of {setup.block_size}: take "
+                "more blocks, or leave out long requests"
+            )
 
 
 def _make_manager(requests: Sequence[TraceRequest], setup: Setup, metrics_collector: Any) -> Any:

@@ -89,7 +89,8 @@ def read_requests(
         requests = [_parsed(path, number, parse, row) for number, row in rows]
         requests = [request for request in requests if _context(request) <= longest]
     if not requests:
-        raise TraceError(f"{path}: no requests in it (of at most {longest} tokens)")
+        limited = "" if max_context is None else f" of at most {max_context} tokens"
+        raise TraceError(f"{path}: no requests{limited} in it")
     return requests[:limit]
 
 
@@ -99,11 +100,12 @@ Rows = Iterator[tuple[int, Any]]
 def _open(path: Path) -> tuple[Rows, Callable[[Any], TraceRequest]]:
     """The rows with their numbers, and what makes a request of one."""
     text = path.read_text(encoding="utf-8-sig", errors="replace")
-    lines = text.splitlines()
-    if not lines:
+    lines = text.split("\n")
+    if not text.strip():
         raise TraceError(f"{path}: the file is empty")
-    if {"ContextTokens", "GeneratedTokens"} <= set(lines[0].split(",")):
+    if {"ContextTokens", "GeneratedTokens"} <= set(lines[0].strip().split(",")):
         return enumerate(csv.DictReader(lines), 2), _azure
+    lines = [line.strip() for line in lines]
     for mark, parse in (("session", _agentic), ("step", _grpo), ("input_length", _mooncake)):
         if lines[0].startswith("{") and f'"{mark}"' in lines[0]:
             return ((n, _decoded(path, n, line)) for n, line in enumerate(lines, 1) if line), parse
@@ -116,7 +118,7 @@ def _open(path: Path) -> tuple[Rows, Callable[[Any], TraceRequest]]:
 def _decoded(path: Path, number: int, line: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise TraceError(f"{path}:{number}: not JSON ({error})") from error
     if not isinstance(row, dict):
         raise TraceError(f"{path}:{number}: not a JSON object")
@@ -142,21 +144,31 @@ def _mooncake(row: dict[str, Any]) -> TraceRequest:
 
 def _grpo(row: dict[str, Any]) -> TraceRequest:
     ids = _tokens(((h, 1) for h in row["hash_ids"]), 16)
-    return _request(row["in"], row["out"], ids, round=row["step"])
+    return _request(row["in"], row["out"], ids, round=_count(row["step"], "step"))
 
 
 def _agentic(row: dict[str, Any]) -> TraceRequest:
     starts, counts = row["runs"][::2], row["runs"][1::2]
     session = row["session"]
-    ids = _tokens(
-        ((session * _SESSION_IDS + h, n) for h, n in zip(starts, counts, strict=True)), 64
-    )
+    ids = _tokens(zip(starts, counts, strict=True), 64, session)
     return _request(row["in"], row["out"], ids, session=session)
 
 
-def _tokens(runs: Iterable[tuple[int, int]], span: int) -> Iterator[range]:
+def _count(value: Any, name: str, least: int = 0) -> int:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name} is {value!r}, not a number from {least} on")
+    return value
+
+
+def _tokens(
+    runs: Iterable[tuple[Any, Any]], span: int, session: int | None = None
+) -> Iterator[range]:
+    offset = 0 if session is None else session * _SESSION_IDS
     for first, count in runs:
-        yield range(first * span, (first + count) * span)
+        end = _count(first, "a block id") + _count(count, "the length of a run", 1)
+        if session is not None and end > _SESSION_IDS:
+            raise ValueError(f"a block id is {end - 1}, more than a session can have")
+        yield range((offset + first) * span, (offset + end) * span)
 
 
 def _request(
@@ -166,8 +178,8 @@ def _request(
     round: int = 0,
     session: int | None = None,
 ) -> TraceRequest:
-    if input_length < 1 or output_length < 0:
-        raise ValueError(f"{input_length} tokens in and {output_length} out make no request")
+    _count(input_length, "the length of the prompt", 1)
+    _count(output_length, "the length of the answer")
     pieces: list[range] = []
     left = input_length
     for piece in prefix:

@@ -102,7 +102,7 @@ def test_a_limit_and_a_longest_context(tmp_path: Path) -> None:
     assert len(read_requests(path, limit=4, residents=1)) == 4
     # The session with 192 tokens is left out as a whole.
     assert [r.session for r in read_requests(path, max_context=150, residents=1)] == [1, 2, 2]
-    with pytest.raises(TraceError, match="no requests in it"):
+    with pytest.raises(TraceError, match="no requests of at most 10 tokens in it"):
         read_requests(path, max_context=10)
     with pytest.raises(ValueError, match="arrangement 'tiem' is not one of time, rotation"):
         read_requests(path, arrangement="tiem")
@@ -120,11 +120,27 @@ def test_a_limit_and_a_longest_context(tmp_path: Path) -> None:
         ('{"input_length": 3, "output_length": 1, "hash_ids": []}\n{"inp', ":2: not JSON"),
         ('{"input_length": 3, "hash_ids": []}', ":1: no 'output_length'"),
         ('{"input_length": "x", "output_length": 1, "hash_ids": []}', ":1: "),
-        ('{"input_length": 0, "output_length": 1, "hash_ids": []}', ":1: 0 tokens in and 1 out"),
+        ('{"input_length": 0, "output_length": 1, "hash_ids": []}', ":1: the length of the prompt"),
+        ('{"input_length": true, "output_length": 1, "hash_ids": []}', ":1: the length of the pro"),
+        ('{"input_length": 9, "output_length": 2.5, "hash_ids": []}', ":1: the length of the ans"),
+        ('{"input_length": 9, "output_length": NaN, "hash_ids": []}', ":1: the length of the ans"),
+        ('{"input_length": 9, "output_length": 1, "hash_ids": [-1]}', ":1: a block id is -1"),
+        ('{"step": null, "in": 9, "out": 1, "hash_ids": []}', ":1: step is None"),
+        (
+            '{"session": 1}\n{"t": 0, "in": 64, "out": 1, "runs": [5, -3]}',
+            ":2: the length of a run",
+        ),
+        (
+            '{"session": 1}\n{"t": 0, "in": 64, "out": 1, "runs": [16777216, 1]}',
+            ":2: a block id is",
+        ),
+        ("[" * 100_000, "neither a Mooncake"),
+        ('{"step": 0, "in": 9, "out": 1, "hash_ids": ' + "[" * 100_000, ":1: not JSON"),
         ('{"input_length": 3, "output_length": 1, "hash_ids": 5}', ":1: "),
         ('{"session": 1}\n{"t": 0, "in": 64, "out": 1, "runs": [0]}', ":2: "),
         ('{"session": 1}\n{"in": 64, "out": 1, "runs": [0, 1]}', ":2: no 't'"),
-        ('{"session": 1}\n', "no requests in it"),
+        ('{"session": 1}\n', "no requests"),
+        (" \n\n", "the file is empty"),
         ("ContextTokens,GeneratedTokens\n12,\n", ":2: "),
         ("ContextTokens,GeneratedTokens\n12\n", ":2: "),
     ],
