@@ -58,66 +58,83 @@ def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
         "--residents 32 --limit 1000",
     )
     replay.set_defaults(run=_replay)
-    replay.add_argument("trace", type=Path, metavar="TRACE", help="the file")
     replay.add_argument(
-        "--blocks", type=_at_least(2), required=True, metavar="N", help="blocks in the pool"
+        "trace", type=Path, metavar="TRACE", help="the file; its first line tells the format"
+    )
+    replay.add_argument(
+        "--blocks",
+        type=_at_least(2),
+        required=True,
+        metavar="N",
+        help="KV-cache blocks in the pool (vLLM logs the size of its KV cache in tokens: divide it "
+        "by the block size)",
     )
     replay.add_argument(
         "--residents",
         type=_at_least(1),
         default=32,
         metavar="R",
-        help="requests that may run at the same time (and sessions, where the trace has them); "
-        "default: %(default)s",
+        help="requests that may run at the same time, like vLLM's --max-num-seqs; of a trace with "
+        "sessions, also as many sessions at a time; default: %(default)s",
     )
     replay.add_argument(
         "--policy",
         action="append",
         metavar="QUEUE",
-        help=f"a value of {QUEUE_VARIABLE}, again for each one to compare: {', '.join(QUEUES)}; "
-        f"default: {', '.join(REPLAYED)}",
+        help=f"a value of {QUEUE_VARIABLE} ({', '.join(QUEUES)}), may be repeated; python is "
+        f"vLLM's own queue; default: {', '.join(REPLAYED)}",
     )
     replay.add_argument(
-        "--block-size", type=_at_least(1), default=16, metavar="TOKENS", help="default: %(default)s"
+        "--block-size",
+        type=_at_least(1),
+        default=16,
+        metavar="TOKENS",
+        help="tokens in a block; default: %(default)s",
     )
     replay.add_argument(
-        "--no-caching", dest="caching", action="store_false", help="no prefix cache"
+        "--no-caching", dest="caching", action="store_false", help="switch the prefix cache off"
     )
     replay.add_argument(
         "--chunk",
         type=_at_least(1),
         metavar="TOKENS",
-        help="split prompts; default: whole at admission",
+        help="tokens of a prompt that are computed in one turn; default: the whole prompt",
     )
-    replay.add_argument("--limit", type=_at_least(1), metavar="N", help="only the first N requests")
+    replay.add_argument(
+        "--limit", type=_at_least(1), metavar="N", help="only the first N requests of the trace"
+    )
     replay.add_argument(
         "--arrangement",
         choices=ARRANGEMENTS,
         default=ARRANGEMENTS[0],
-        help="of sessions: by the clock, or one request of each in turn; default: %(default)s",
+        help="order of the requests of a trace with sessions: time, by their timestamps; rotation, "
+        "one request of each session in turn; default: %(default)s",
     )
     replay.add_argument(
         "--max-context",
         type=_at_least(1),
         metavar="TOKENS",
-        help="leave out sessions and requests with a longer prompt and answer",
+        help="leave out requests with a longer prompt and answer, and sessions with such a request",
     )
     replay.add_argument(
-        "--seed", type=int, default=0, help="of the order of turns; default: %(default)s"
+        "--seed",
+        type=int,
+        default=0,
+        help="of the random order in which resident requests take turns; default: %(default)s",
     )
     replay.add_argument(
         "--workers",
         type=_at_least(1),
         default=1,
         metavar="N",
-        help="processes; default: %(default)s",
+        help="queues that are replayed at the same time; default: %(default)s",
     )
     replay.add_argument(
         "--tile",
         type=_at_least(1),
         default=0,
         metavar="BLOCKS",
-        help="in a tile, for which amplification is told; default: as many as hold 128 tokens",
+        help="blocks in a tile, for the row 'tile amplification'; default: 128 tokens of them",
     )
     replay.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
@@ -172,6 +189,11 @@ def _replay(options: argparse.Namespace) -> int:
         console = Console()
         # A pipe has no width: nothing is cut there.
         console.print(_table(figures, setup), width=None if console.is_terminal else 1000)
+        console.print(
+            f"{options.trace.name}: {len(requests):,} requests, {setup.residents} resident, "
+            f"{setup.num_blocks:,} blocks of {setup.block_size} tokens",
+            highlight=False,
+        )
     sys.stdout.flush()
     return 0
 
@@ -184,14 +206,14 @@ def _table(figures: dict[str, Figures], setup: Setup) -> Table:
         table.add_column(queue, justify="right", overflow="fold")
     rows: list[tuple[str, Callable[[Figures], str]]] = [
         ("prefix hits", lambda each: _number(each.hit_rate, ".2%")),
-        ("blocks a run, prompts", lambda each: _number(each.prefill.blocks_per_run, ",.1f")),
+        ("blocks a run, in prompts", lambda each: _number(each.prefill.blocks_per_run, ",.1f")),
         ("blocks a run, at release", lambda each: _number(each.release.blocks_per_run, ",.1f")),
         ("mergeable share", lambda each: _number(each.release.mergeable_share, ".1%")),
         (
             f"tile amplification, {setup.tile} blocks",
             lambda each: _number(each.release.tile_amplification, ".2f"),
         ),
-        ("evictions", lambda each: f"{each.evictions:,}"),
+        ("evictions of cached blocks", lambda each: f"{each.evictions:,}"),
         ("early evictions", lambda each: _of_queue(each, "early_evictions")),
         ("shortages", lambda each: _of_queue(each, "shortages")),
         ("preemptions", lambda each: f"{each.preemptions:,}"),
