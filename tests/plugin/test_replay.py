@@ -169,6 +169,25 @@ def test_tile_amplification_of_extents(
     assert vllm.release.tile_amplification > 2 * found.release.tile_amplification
 
 
+@pytest.mark.parametrize("chunk", [None, 64])
+def test_while_clean_extents_last_nothing_is_shared_but_prefixes(
+    replay_with: Replay, chunk: int | None
+) -> None:
+    """One tile too many where a common prefix ends, and none without one."""
+    chance = random.Random(4)
+    for prefix in (range(0), range(100)):
+        requests = [
+            TraceRequest(len(prefix) + chance.randint(1, 700), chance.randint(1, 300), (prefix,))
+            for _ in range(60)
+        ]
+        found = replay_with("native:extent", requests, Setup(8000, 6, chunk=chunk))
+        assert found.evictions == found.queue["shortages"] == 0
+        assert found.queue["clean"] > 0
+        extra = found.release.tiles - found.release.packed_tiles
+        assert 0 <= extra <= (len(requests) if prefix else 0)
+        assert extra > 0 or not prefix
+
+
 @pytest.mark.parametrize("queue", QUEUES)
 def test_the_same_again(replay_with: Replay, queue: str) -> None:
     requests = chats(12, 3)
