@@ -58,8 +58,8 @@ struct Chain {
 // end, has index 0.
 class FreeList {
  public:
-  // Makes room for the ids 0 ... capacity-1. Ids that are new are unlinked. Throws std::bad_alloc
-  // with nothing changed.
+  // Makes room for the ids 0 ... capacity-1. Ids that are new are unlinked. Throws std::bad_alloc;
+  // what has grown by then does no harm.
   void grow(std::size_t capacity) {
     if (capacity + 1 <= links_.size()) return;
     if (looks_ahead()) ahead_.resize(capacity + 1, kEnd);

@@ -174,6 +174,15 @@ def test_order_reset(benchmark: Any, repeat: int, num_blocks: int, resetter: str
 POLICIES = {"lru": 1, "sorted": 1, "extent": 8}
 
 
+def grow_in_turn(queue: Any, tables: list[list[Any]]) -> None:
+    """Each table grows by 40 blocks, one by one, beside its last block."""
+    for _ in range(40):
+        for table in tables:
+            queue.grow_after(table[-1])
+            table += queue.popleft_n(1)
+            queue.grow_after(None)
+
+
 def filled(policy: str, ids: list[int]) -> Any:
     """A queue full of cached blocks, longest free first in the order of ``ids``."""
     by_id = [BLOCKS["native"](block_id) for block_id in range(len(ids))]
@@ -213,14 +222,7 @@ def test_policy_growth(
             queue.append_n(table[::-1])
         tables[:] = [queue.popleft_n(20) for _ in range(200)]
 
-    def grow() -> None:
-        for _ in range(40):
-            for table in tables:
-                queue.grow_after(table[-1])
-                table += queue.popleft_n(1)
-                queue.grow_after(None)
-
-    benchmark.pedantic(grow, setup=release_and_admit, rounds=ROUNDS)
+    benchmark.pedantic(grow_in_turn, (queue, tables), setup=release_and_admit, rounds=ROUNDS)
     tiles = [len({block.block_id // 8 for block in table}) for table in tables]
     correct = queue.check() == "" and (policy != "extent" or set(tiles) == {8})
     correct &= len({block.block_id for table in tables for block in table}) == 200 * 60
@@ -313,14 +315,7 @@ def test_flat_growth(
             queue.prepend_n(table[::-1])
         tables[:] = [queue.popleft_n(8) for _ in range(100)]
 
-    def grow() -> None:
-        for _ in range(40):
-            for table in tables:
-                queue.grow_after(table[-1])
-                table += queue.popleft_n(1)
-                queue.grow_after(None)
-
-    benchmark.pedantic(grow, setup=release_and_admit, rounds=rounds)
+    benchmark.pedantic(grow_in_turn, (queue, tables), setup=release_and_admit, rounds=rounds)
     tiles = [len({block.block_id // 8 for block in table}) for table in tables]
     correct = queue.check() == "" and (policy != "extent" or set(tiles) == {6})
     correct &= len({block.block_id for table in tables for block in table}) == 100 * 48
