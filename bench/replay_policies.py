@@ -27,6 +27,7 @@ QUEUES = [
     "native:sorted",
     "native:extent,size=4",
     "native:extent,size=8",
+    "native:extent,size=8,pack_tails",
     "native:extent,size=16",
     "native:extent,size=32",
 ]

@@ -23,9 +23,10 @@ namespace pyblockpool {
 //   id is cached                   <=>  id is in the list cached_, longest free first
 //   extents_[k].free, .cached       =   how many ids of k are spendable or cached; cached
 //   k is clean  (free == E, cached == 0)           <=>  clean_.test(k)
-//   k is aged   (free == E, cached > 0)            <=>  k is in the list aged_, longest whole first
-//   k is aged and has room  (0 < cached < E)       <=>  k is in the list roomy_, longest whole
-//   first k is partly spendable (free < E, free - cached == g > 0)   <=>  parts_[g].test(k)
+//   k is aged   (free == E, cached > 0)            <=>  k is in the list aged_
+//   k is aged, cached < E, tails are packed        <=>  k is in the list roomy_
+//   (both: longest whole first; what is cached in the aged extents outside roomy_ is at_once_)
+//   k is partly spendable (free < E, free - cached == g > 0)   <=>  parts_[g].test(k)
 //   parts_[g] has a member                         <=>  most_.test(g)
 //
 // What is not an id of the list (never seen, or the rest of the last extent) is never free. With
@@ -34,7 +35,8 @@ namespace pyblockpool {
 class ExtentList {
  public:
   // `list` keeps the cached ids in order and the payloads of all of them; it outlives this.
-  ExtentList(FreeList& list, BlockId extent_size) : cached_(list), size_(extent_size) {
+  ExtentList(FreeList& list, BlockId extent_size, bool pack_tails)
+      : cached_(list), size_(extent_size), pack_tails_(pack_tails) {
     while ((BlockId{1} << shift_) < size_) ++shift_;
     parts_.resize(static_cast<std::size_t>(size_));
     most_.grow(static_cast<std::size_t>(size_));
@@ -43,6 +45,7 @@ class ExtentList {
   }
 
   BlockId extent_size() const { return size_; }
+  bool pack_tails() const { return pack_tails_; }
   std::size_t size() const { return cached_.size() + spendable_.count(); }
   std::size_t unhashed() const { return spendable_.count(); }
   std::size_t clean() const { return size_ == 1 ? spendable_.count() : clean_.count(); }
@@ -164,13 +167,12 @@ class ExtentList {
   //
   //   the extents, ids ascending:  the shared one, what is spendable of it
   //                                clean ones, shortest run first, lowest first
-  //                                aged ones that have room, what is spendable of them; the last to
-  //                                become whole first
-  //                                aged ones that have none, longest whole first
+  //                                where tails are packed, aged ones that have room, what is
+  //                                spendable of them; the last to become whole first
+  //                                the other aged ones, longest whole first
   //                                the others, what is spendable of them: those with most of it
   //                                first, lowest first
-  //   the fragments:               cached ids that are in no extent full of them, longest free
-  //   first
+  //   the fragments:               the other cached ids, longest free first
   //
   // With E == 1 the spendable ids, ascending, and the cached ones, longest free first.
   //
@@ -213,6 +215,7 @@ class ExtentList {
     if (size_ == 1) return check_singles();
     std::size_t spendable = 0;
     std::size_t num_aged = 0;
+    std::size_t at_once = 0;
     std::size_t cached = 0;
     for (BlockId k = 0; static_cast<std::size_t>(k) < extents_.size(); ++k) {
       Extent found{0, 0};
@@ -247,6 +250,7 @@ class ExtentList {
         return "extent " + std::to_string(k) + " has room in one place only";
       }
       num_aged += whole && told.cached > 0 ? 1U : 0U;
+      at_once += goes_at_once(k) ? static_cast<std::size_t>(told.cached) : 0U;
       const int part = whole ? 0 : told.free - told.cached;
       for (std::size_t g = 1; g < parts_.size(); ++g) {
         if (parts_[g].test(k) != (static_cast<int>(g) == part)) {
@@ -260,7 +264,8 @@ class ExtentList {
         return "the number of spendable ids " + std::to_string(g) + " is noted wrongly";
       }
     }
-    if (spendable != spendable_.count() || cached != cached_.size() || num_aged != aged()) {
+    if (spendable != spendable_.count() || cached != cached_.size() || num_aged != aged() ||
+        at_once != at_once_) {
       return "the counts of spendable and cached ids or of aged extents are wrong";
     }
     if (shared_ != kEnd && is_whole(shared_)) return "the shared extent is whole";
@@ -350,7 +355,7 @@ class ExtentList {
     if (extent.free == size_) {
       if (extent.cached > 0) {
         aged_.remove(k);
-        if (!is_full(k)) roomy_.remove(k);
+        unlist_aged(k);
       } else {
         clean_.reset(k);
       }
@@ -361,13 +366,25 @@ class ExtentList {
     }
   }
 
+  void unlist_aged(BlockId k) {
+    if (has_room(k)) {
+      roomy_.remove(k);
+    } else {
+      at_once_ -= static_cast<std::size_t>(at(k).cached);
+    }
+  }
+
   void file(BlockId k) {
     const Extent& extent = at(k);
     const int part = extent.free - extent.cached;
     if (extent.free == size_) {
       if (extent.cached > 0) {
         aged_.push_back(k);
-        if (!is_full(k)) roomy_.push_back(k);
+        if (has_room(k)) {
+          roomy_.push_back(k);
+        } else {
+          at_once_ += static_cast<std::size_t>(extent.cached);
+        }
       } else {
         clean_.set(k);
       }
@@ -383,14 +400,14 @@ class ExtentList {
   template <class Visit>
   void take_beside(std::size_t count, BlockId after, Taken<Visit>& taken) {
     const bool single = count == 1 && after == kEnd;
-    const bool may_share = after == kEnd ? count < static_cast<std::size_t>(size_) : count > 1;
+    const bool may_pack = pack_tails_ && (after == kEnd || count > 1);
     if (single && shared_ != kEnd) spend_lowest(shared_, 1, taken);
     if (after != kEnd) grow_after(after, count, taken);
     if (taken.count == count) return;
     const std::size_t over = (count - taken.count) & static_cast<std::size_t>(size_ - 1);
     const std::size_t whole = count - taken.count - over;
     BlockId room = kEnd;
-    if (may_share && over > 0 && clean_.count() <= whole >> shift_) room = room_for(over);
+    if (may_pack && over > 0 && clean_.count() <= whole >> shift_) room = room_for(over);
     if (room != kEnd) {
       unfile(room);  // so that it is not opened
       open(whole);
@@ -482,7 +499,7 @@ class ExtentList {
     }
     while (aged_.size() > 0 && opened_.size() < wanted) {
       const BlockId k = aged_.pop_front();
-      if (!is_full(k)) roomy_.remove(k);
+      unlist_aged(k);
       give_up_cached(k);
       add(k);
     }
@@ -587,12 +604,14 @@ class ExtentList {
 
   bool is_whole(BlockId k) const { return at(k).free == size_; }
   bool is_clean(BlockId k) const { return is_whole(k) && at(k).cached == 0; }
-  bool is_full(BlockId k) const { return at(k).cached == size_; }
-  bool has_room(BlockId k) const { return is_whole(k) && !is_clean(k) && !is_full(k); }
+  bool is_aged(BlockId k) const { return is_whole(k) && at(k).cached > 0; }
+  // Aged extents that have room lose their spendable ids first; the others go at once.
+  bool has_room(BlockId k) const { return pack_tails_ && is_aged(k) && at(k).cached < size_; }
+  bool goes_at_once(BlockId k) const { return is_aged(k) && !has_room(k); }
   int spendable_in(BlockId k) const { return at(k).free - at(k).cached; }
 
   bool is_fragment(BlockId id) const {
-    return id != kEnd && !is_full(extent_of(id)) && !cached_.is_aside(id);
+    return id != kEnd && !goes_at_once(extent_of(id)) && !cached_.is_aside(id);
   }
 
   // See after(). In each of these functions, too, kEnd stands for both ends.
@@ -614,7 +633,7 @@ class ExtentList {
     if (!has_fragments()) return kEnd;
     do {
       id = cached_.next(id);
-    } while (id != kEnd && is_full(extent_of(id)));
+    } while (id != kEnd && goes_at_once(extent_of(id)));
     return id;
   }
 
@@ -622,11 +641,11 @@ class ExtentList {
     if (!has_fragments()) return kEnd;
     do {
       id = cached_.prev(id);
-    } while (id != kEnd && is_full(extent_of(id)));
+    } while (id != kEnd && goes_at_once(extent_of(id)));
     return id;
   }
 
-  bool has_fragments() const { return cached_.size() > (aged_.size() - roomy_.size()) << shift_; }
+  bool has_fragments() const { return cached_.size() > at_once_; }
 
   // The extent behind is the next one of the same section of the walk. Where that has no more, k is
   // kEnd from there on, and the first one of the next section follows.
@@ -641,10 +660,10 @@ class ExtentList {
       k = roomy_.prev(k);
       if (k != kEnd) return k;
     }
-    if (k == kEnd || is_full(k)) {
+    if (k == kEnd || goes_at_once(k)) {
       do {
         k = aged_.next(k);
-      } while (k != kEnd && !is_full(k));
+      } while (k != kEnd && !goes_at_once(k));
       if (k != kEnd) return k;
     }
     do {
@@ -661,10 +680,10 @@ class ExtentList {
       } while (k != kEnd && k == shared_);
       if (k != kEnd) return k;
     }
-    if (k == kEnd || is_full(k)) {
+    if (k == kEnd || goes_at_once(k)) {
       do {
         k = aged_.prev(k);
-      } while (k != kEnd && !is_full(k));
+      } while (k != kEnd && !goes_at_once(k));
       if (k != kEnd) return k;
     }
     if (k == kEnd || has_room(k)) {
@@ -705,18 +724,19 @@ class ExtentList {
   // none.
   BlockId lowest_of(BlockId k, BlockId from) const {
     const BlockId end = end_of(k);
-    if (from < end && !is_full(k)) from = spendable_.next(from);
+    if (from < end && !goes_at_once(k)) from = spendable_.next(from);
     return from < end ? from : kEnd;
   }
 
   BlockId highest_of(BlockId k, BlockId from) const {
     const BlockId begin = k << shift_;
-    if (from >= begin && !is_full(k)) from = spendable_.previous(from);
+    if (from >= begin && !goes_at_once(k)) from = spendable_.previous(from);
     return from >= begin ? from : kEnd;
   }
 
   FreeList& cached_;
   const BlockId size_;
+  const bool pack_tails_;
   int shift_ = 0;
   std::size_t capacity_ = 0;
   IdBitmap spendable_;
@@ -725,6 +745,8 @@ class ExtentList {
   FreeList aged_;
   static constexpr int kRoomLooks = 16;
   FreeList roomy_;
+  // Cached ids in aged extents that have no room.
+  std::size_t at_once_ = 0;
   // By the number of spendable ids, 1 ... E-1.
   std::vector<IdBitmap> parts_;
   IdBitmap most_;

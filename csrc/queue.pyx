@@ -71,8 +71,9 @@ cdef extern from "free_list.hpp" namespace "pyblockpool" nogil:
 
 cdef extern from "extent_list.hpp" namespace "pyblockpool" nogil:
     cdef cppclass ExtentList:
-        ExtentList(FreeList&, BlockId extent_size) except +
+        ExtentList(FreeList&, BlockId extent_size, cpp_bool pack_tails) except +
         BlockId extent_size() const
+        cpp_bool pack_tails() const
         size_t size() const
         size_t unhashed() const
         size_t clean() const
@@ -305,6 +306,8 @@ cdef class FreeBlockQueue:
             queue leaves it.
         policy: `"lru"`, `"sorted"` or `"extent"`.
         size: blocks in an extent, for policy `extent`: a power of two from 1 to 4,096.
+        pack_tails: for policy `extent`, whether the last, partly filled extents of tables are
+            shared. Keeps more of short tables in the cache, at the price of tiles with two tenants.
 
     Raises:
         ValueError: no such policy, or no such size.
@@ -341,19 +344,20 @@ cdef class FreeBlockQueue:
         self.fake_free_list_tail.queue = self
         self.fake_free_list_tail.is_tail = True
 
-    def __init__(self, blocks, policy="lru", size=DEFAULT_EXTENT_SIZE):
+    def __init__(self, blocks, policy="lru", size=DEFAULT_EXTENT_SIZE, pack_tails=False):
         if policy not in POLICIES:
             raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
         policy = POLICIES[POLICIES.index(policy)]  # a plain str, whatever was equal to it
         size = operator.index(size)
         if not 1 <= size <= MAX_EXTENT_SIZE or size & (size - 1):
             raise ValueError(f"size {size} is not a power of two from 1 to {MAX_EXTENT_SIZE}")
+        cdef cpp_bool packs = bool(pack_tails)
         blocks = list(blocks)
         # From here on no code of anybody else runs before the queue is what it will be.
         if self._policy is not None or self._list.capacity():
             raise RuntimeError("FreeBlockQueue.__init__() called twice on one queue, or late")
         if policy != "lru":
-            self._extents = new ExtentList(self._list, 1 if policy == "sorted" else size)
+            self._extents = new ExtentList(self._list, 1 if policy == "sorted" else size, packs)
         self._policy = policy
         cdef Chain chain
         self._admit(blocks, &chain, "FreeBlockQueue", take_over=True)
@@ -593,6 +597,7 @@ cdef class FreeBlockQueue:
         if self._extents != NULL:
             stats.update(
                 size=self._extents.extent_size(),
+                pack_tails=<bint> self._extents.pack_tails(),
                 unhashed=self._extents.unhashed(),
                 clean=self._extents.clean(),
                 aged=self._extents.aged(),

@@ -30,7 +30,7 @@ class QueueStats(TypedDict):
     implementation: ``"native"``. policy. free: blocks queued. known: blocks ever seen. runs:
     stretches of the queue, in its order, in which each id is the one before it plus 1.
     longest_run: blocks in the longest of them. Under ``sorted`` and ``extent`` also: size, blocks
-    in an extent. unhashed: free blocks without a hash, or with one that is given up. clean, aged:
+    in an extent. pack_tails: whether tables share their last extents. unhashed: free blocks without a hash, or with one that is given up. clean, aged:
     extents that are free as a whole, without and with cached blocks. early_evictions: cached
     blocks that were given up out of turn, for the sake of their extent: at most E-1 of each that
     was opened. shortages: calls that found too few whole extents.
@@ -43,6 +43,7 @@ class QueueStats(TypedDict):
     runs: int
     longest_run: int
     size: NotRequired[int]
+    pack_tails: NotRequired[bool]
     unhashed: NotRequired[int]
     clean: NotRequired[int]
     aged: NotRequired[int]
@@ -78,7 +79,9 @@ class FreeBlockQueue:
     def fake_free_list_head(self) -> FreeListEnd: ...
     @property
     def fake_free_list_tail(self) -> FreeListEnd: ...
-    def __init__(self, blocks: Iterable[Any], policy: str = "lru", size: int = 8) -> None: ...
+    def __init__(
+        self, blocks: Iterable[Any], policy: str = "lru", size: int = 8, pack_tails: bool = False
+    ) -> None: ...
     def popleft(self) -> Any: ...
     def popleft_n(self, n: int) -> list[Any]: ...
     def remove(self, block: Any) -> None: ...

@@ -53,7 +53,7 @@ class LruOrder:
     def forget_hashes(self) -> None:
         pass
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         return {}
 
 
@@ -72,10 +72,13 @@ class ExtentOrder:
 
     Args:
         size: E, blocks in an extent.
+        pack_tails: whether the step *Pack* of `take` is done. Without it an extent that was opened
+            has one tenant, and the tiles of a table are its own.
     """
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, pack_tails: bool = False) -> None:
         self._size = size
+        self._pack_tails = pack_tails
         self._spendable: set[int] = set()
         # The cached free blocks, longest free first; the aged extents, longest whole first.
         self._cached: list[int] = []
@@ -94,15 +97,15 @@ class ExtentOrder:
            under ``sorted``; then aged ones, longest whole first. Ids are handed out ascending. The
            cached blocks of an opened extent are doomed: they can still be hit while they are free,
            but they are spent next, by whoever grows there.
-        3. *Share*: when clean extents run out, what would fill its last extent only in part goes
-           where an aged one has room for it, that is, spendable ids; its cached blocks stay. So
-           what short requests leave over is not lost to the cache. Not for a first allocation of an
-           extent or more, nor for growth by one block: they have extents of their own.
+        3. *Pack*, if asked for: when clean extents run out, what would fill its last extent only in
+           part goes where an aged one has room for it, that is, spendable ids; its cached blocks
+           stay. So what short tables leave over is not lost to the cache. Not for growth by one
+           block.
         4. *Shortage*: what is left in parts, the spendable ids of the extent that has the most of
            them, again and again; then the cached ones, longest free first.
         """
         single = n == 1 and after is None
-        may_share = n < self._size if after is None else n > 1
+        may_pack = self._pack_tails and (after is None or n > 1)
         taken: list[int] = []
         if single and self._shared is not None:
             self._spend(self._in_extent(self._shared)[:1], taken)
@@ -113,7 +116,7 @@ class ExtentOrder:
         wanted = -(-(n - len(taken)) // self._size)
         over = (n - len(taken)) % self._size
         room = None
-        if may_share and over and len(self._clean()) < wanted:
+        if may_pack and over and len(self._clean()) < wanted:
             room = self._room_for(over)
         if room is not None:
             self._break(room)
@@ -169,9 +172,10 @@ class ExtentOrder:
         self._spendable |= set(self._cached)
         self._cached, self._aged, self._shared = [], [], None
 
-    def stats(self) -> dict[str, int]:
+    def stats(self) -> dict[str, Any]:
         return {
             "size": self._size,
+            "pack_tails": self._pack_tails,
             "unhashed": len(self._spendable),
             "clean": len(self._clean()),
             "aged": len(self._aged),
@@ -278,6 +282,8 @@ class FreeBlockQueue:
             any ids, possibly none. A block that is in another queue leaves it.
         policy: ``"lru"``, ``"sorted"`` or ``"extent"``.
         size: blocks in an extent, for policy ``extent``: a power of two from 1 to 4,096.
+        pack_tails: for policy ``extent``, whether the last, partly filled extents of tables are
+            shared. Keeps more of short tables in the cache, at the price of tiles with two tenants.
 
     Raises:
         ValueError: no such policy, or no such size.
@@ -286,7 +292,11 @@ class FreeBlockQueue:
     """
 
     def __init__(
-        self, blocks: Sequence[Any], policy: str = "lru", size: int = DEFAULT_EXTENT_SIZE
+        self,
+        blocks: Sequence[Any],
+        policy: str = "lru",
+        size: int = DEFAULT_EXTENT_SIZE,
+        pack_tails: bool = False,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy {policy!r} is not one of {', '.join(POLICIES)}")
@@ -294,6 +304,7 @@ class FreeBlockQueue:
         size = operator.index(size)
         if not 1 <= size <= MAX_EXTENT_SIZE or size & (size - 1):
             raise ValueError(f"size {size} is not a power of two from 1 to {MAX_EXTENT_SIZE}")
+        pack_tails = bool(pack_tails)
         blocks = list(blocks)
         known: dict[int, Any] = {}
         for block in blocks:
@@ -314,7 +325,9 @@ class FreeBlockQueue:
         self._policy = policy
         self._order: LruOrder | ExtentOrder
         self._order = (
-            LruOrder() if policy == "lru" else ExtentOrder(1 if policy == "sorted" else size)
+            LruOrder()
+            if policy == "lru"
+            else ExtentOrder(1 if policy == "sorted" else size, pack_tails)
         )
         self._order.add_unhashed(list(known))
         self._hint: int | None = None

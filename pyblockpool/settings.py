@@ -21,6 +21,7 @@ QUEUES = {
     "native:sorted": "policy sorted: unhashed blocks with the lowest ids first",
     "native:extent": "policy extent: LRU over aligned extents of 128 tokens",
     "native:extent,size=E": f"extents of E blocks, a power of two from 1 to {MAX_EXTENT_SIZE}",
+    "native:extent,pack_tails": "tables share their last extents; size=E may stand before it",
 }
 
 
@@ -32,16 +33,19 @@ class Settings:
         queue: ``"python"`` or ``"native"``, or None when nothing is to be touched.
         policy: of a native queue.
         size: blocks in an extent, None for as many as hold 128 tokens.
+        pack_tails: whether tables share their last, partly filled extents.
     """
 
     queue: str | None = None
     policy: str = "lru"
     size: int | None = None
+    pack_tails: bool = False
 
     def __str__(self) -> str:
         """The value of the variable that asks for this."""
         policy = "" if self.policy == "lru" else f":{self.policy}"
-        return f"{self.queue}{policy}" + ("" if self.size is None else f",size={self.size}")
+        size = "" if self.size is None else f",size={self.size}"
+        return f"{self.queue}{policy}{size}" + (",pack_tails" if self.pack_tails else "")
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
@@ -51,12 +55,13 @@ class Settings:
             return cls()
         if value in ("python", "native"):
             return cls(queue=value)
-        if value in ("native:sorted", "native:extent"):
-            return cls(queue="native", policy=value.removeprefix("native:"))
-        if sized := re.fullmatch("native:extent,size=([1-9][0-9]{0,3})", value):
-            size = int(sized[1])
-            if size <= MAX_EXTENT_SIZE and size & (size - 1) == 0:
-                return cls(queue="native", policy="extent", size=size)
+        if value == "native:sorted":
+            return cls(queue="native", policy="sorted")
+        if extent := re.fullmatch("native:extent(?:,size=([1-9][0-9]{0,3}))?(,pack_tails)?", value):
+            size = None if extent[1] is None else int(extent[1])
+            if size is None or (size <= MAX_EXTENT_SIZE and size & (size - 1) == 0):
+                packs = extent[2] is not None
+                return cls(queue="native", policy="extent", size=size, pack_tails=packs)
         allowed = "; ".join(f"{name!r} ({meaning})" for name, meaning in QUEUES.items())
         raise SettingsError(
             f"{QUEUE_VARIABLE}={value!r} is not allowed. Allowed are {allowed}. "

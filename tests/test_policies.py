@@ -453,7 +453,9 @@ def test_extents_are_opened_in_as_few_pieces_as_the_specification_says(blocks: M
 
 @pytest.mark.parametrize("size", [2, 8])
 def test_outside_of_shortage_an_extent_has_one_tenant(strict_class: Any, size: int) -> None:
-    """So the tiles of a request are its own, in prefill and decode, with a full prefix cache."""
+    """So the tiles of a request are its own, in prefill and decode, with a full prefix cache, in
+    whatever pieces it grows.
+    """
     chance = random.Random(size)
     made = [SlotBlock(i) for i in range(40 * size)]
     queue = strict_class(made, policy="extent", size=size)
@@ -461,10 +463,10 @@ def test_outside_of_shortage_an_extent_has_one_tenant(strict_class: Any, size: i
     requests: list[list[Any]] = []
     for _ in range(400):
         if len(requests) < 6:
-            requests.append(queue.popleft_n(chance.randint(size, 3 * size)))
+            requests.append(queue.popleft_n(chance.randint(2, 3 * size)))
         request = chance.choice(requests)
         queue.grow_after(request[-1])
-        request += queue.popleft_n(1)
+        request += queue.popleft_n(chance.choice([1, 1, 1, chance.randint(1, size)]))
         queue.grow_after(None)
         if chance.random() < 0.2 or len(request) > 4 * size:
             requests = [other for other in requests if other is not request]
@@ -477,10 +479,12 @@ def test_outside_of_shortage_an_extent_has_one_tenant(strict_class: Any, size: i
     assert queue.stats()["early_evictions"] == 0
 
 
-def aged_extents(strict_class: Any, num_cached: list[int]) -> tuple[Any, list[list[int]]]:
+def aged_extents(
+    strict_class: Any, num_cached: list[int], pack_tails: bool = True
+) -> tuple[Any, list[list[int]]]:
     """A queue with nothing but aged extents of 8, longest whole first; so many cached in each."""
     made = [SlotBlock(i) for i in range(8 * (len(num_cached) + 1))]
-    queue = strict_class(made, policy="extent", size=8)
+    queue = strict_class(made, policy="extent", size=8, pack_tails=pack_tails)
     queue.popleft()
     chains = [queue.popleft_n(8) for _ in num_cached]
     queue.popleft_n(queue.num_free_blocks)
@@ -491,7 +495,7 @@ def aged_extents(strict_class: Any, num_cached: list[int]) -> tuple[Any, list[li
     return queue, [ids(chain) for chain in chains]
 
 
-def test_what_is_left_over_goes_where_an_aged_extent_has_room(strict_class: Any) -> None:
+def test_a_packed_tail_goes_where_an_aged_extent_has_room(strict_class: Any) -> None:
     queue, chains = aged_extents(strict_class, [3, 3, 3, 3])
     shortages = queue.stats()["shortages"]
     # Less than an extent, behind nothing: into the last one that has room, behind what is cached.
@@ -512,9 +516,18 @@ def test_what_is_left_over_goes_where_an_aged_extent_has_room(strict_class: Any)
     assert queue.check() == ""
 
 
-def test_a_first_extent_is_not_shared(strict_class: Any) -> None:
+def test_the_tail_of_a_prompt_is_packed(strict_class: Any) -> None:
     queue, chains = aged_extents(strict_class, [3, 3, 3])
-    assert ids(queue.popleft_n(11)) == [*chains[0], *chains[1][:3]]
+    assert ids(queue.popleft_n(11)) == [*chains[0], *chains[2][3:6]]
+
+
+def test_a_tail_is_not_packed_if_nobody_has_asked_for_it(strict_class: Any) -> None:
+    queue, chains = aged_extents(strict_class, [3, 3, 3, 3], pack_tails=False)
+    few = queue.popleft_n(4)
+    assert ids(few) == chains[0][:4]
+    queue.grow_after(few[-1])
+    assert ids(queue.popleft_n(4 + 8 + 2)) == [*chains[0][4:], *chains[1], *chains[2][:2]]
+    assert queue.stats()["pack_tails"] is False
 
 
 def test_room_that_is_too_small_or_was_made_too_long_ago(strict_class: Any) -> None:
@@ -528,10 +541,12 @@ def test_room_that_is_too_small_or_was_made_too_long_ago(strict_class: Any) -> N
     assert ids(queue.popleft_n(4)) == chains[0][:4]
 
 
-def num_cached(strict_class: Any, num_blocks: int, length: int, in_flight: int) -> int:
+def num_cached(
+    strict_class: Any, num_blocks: int, length: int, in_flight: int, pack_tails: bool
+) -> int:
     """Cached blocks in a queue through which requests of ``length`` have gone three times."""
     made = [SlotBlock(i) for i in range(num_blocks + 1)]
-    queue = strict_class(made, policy="extent", size=8)
+    queue = strict_class(made, policy="extent", size=8, pack_tails=pack_tails)
     queue.popleft()
     requests: list[list[Any]] = []
     for _ in range(3 * num_blocks // length):
@@ -543,16 +558,17 @@ def num_cached(strict_class: Any, num_blocks: int, length: int, in_flight: int) 
     return int(stats["free"] - stats["unhashed"])
 
 
-@pytest.mark.parametrize("length", [1, 2, 4])
+@pytest.mark.parametrize("length", [1, 2, 4, 9, 20])
 @pytest.mark.parametrize("in_flight", [0, 8])
-def test_short_requests_do_not_cost_the_cache(
+def test_packed_tables_do_not_cost_the_cache(
     strict_class: Any, length: int, in_flight: int
 ) -> None:
     """Nothing is evicted as long as there are blocks without a hash, but for a few extents."""
-    assert num_cached(strict_class, 256, length, in_flight) > 256 - 8 * (in_flight + 2)
+    in_use = in_flight * -(-length // 8)
+    assert num_cached(strict_class, 256, length, in_flight, True) > 256 - 8 * (in_use + 2)
 
 
 @pytest.mark.parametrize(("length", "cached"), [(9, 575), (20, 848), (50, 908), (200, 1016)])
 def test_what_fresh_tables_cost_the_cache(length: int, cached: int) -> None:
     """They share no extent, so the last one of each is filled in part: the README tells."""
-    assert num_cached(FreeBlockQueue, 1024, length, 0) == cached
+    assert num_cached(FreeBlockQueue, 1024, length, 0, False) == cached

@@ -32,6 +32,7 @@ class PoliciesInStep(RuleBasedStateMachine):
 
     policy: str
     size: int
+    pack_tails: bool
 
     walks = Bundle("walks")
 
@@ -42,7 +43,10 @@ class PoliciesInStep(RuleBasedStateMachine):
         self.blocks = {name: {i: block_class(i) for i in range(NUM_IDS)} for name in STRICT}
         self.queues = {
             name: QUEUES[name](
-                [self.blocks[name][i] for i in order[:known]], policy=self.policy, size=self.size
+                [self.blocks[name][i] for i in order[:known]],
+                policy=self.policy,
+                size=self.size,
+                pack_tails=self.pack_tails,
             )
             for name in STRICT
         }
@@ -66,13 +70,17 @@ class PoliciesInStep(RuleBasedStateMachine):
     @precondition(lambda self: self.free)
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
-        """A new request: no hint, ids ascending in a pool that has whole extents left."""
+        """A new request: no hint, ids ascending in a pool that has whole extents left; packed, those
+        of its tail by themselves.
+        """
         n = data.draw(st.integers(1, len(self.free)))
         self.both(lambda queue, _: queue.grow_after(None))
         whole = self.queues["reference"].stats()
         taken = self.took(self.both(lambda queue, _: ids(queue.popleft_n(n))))
         if (whole["clean"] + whole["aged"]) * whole["size"] >= n and n > 1:
-            assert taken == sorted(taken)
+            over = n % self.size if self.pack_tails else 0
+            assert taken[: n - over] == sorted(taken[: n - over])
+            assert taken[n - over :] == sorted(taken[n - over :])
         self.requests.append(taken)
 
     @precondition(lambda self: self.free)
@@ -196,17 +204,22 @@ class PoliciesInStep(RuleBasedStateMachine):
             assert stats[0]["early_evictions"] == 0
 
 
-def machine_of(policy: str, size: int) -> type[PoliciesInStep]:
-    return type("Machine", (PoliciesInStep,), {"policy": policy, "size": size})
+def machine_of(policy: str, size: int, pack_tails: bool) -> type[PoliciesInStep]:
+    members = {"policy": policy, "size": size, "pack_tails": pack_tails}
+    return type("Machine", (PoliciesInStep,), members)
 
 
 @pytest.mark.parametrize(
-    ("policy", "size"),
-    [("sorted", 8), ("extent", 1), ("extent", 2), ("extent", 4), ("extent", 8), ("extent", 64)],
+    ("policy", "size", "pack_tails"),
+    [
+        ("sorted", 8, False),
+        *[("extent", size, False) for size in (1, 2, 4, 8, 64)],
+        *[("extent", size, True) for size in (2, 4, 8)],
+    ],
 )
-def test_the_state_machine(policy: str, size: int) -> None:
+def test_the_state_machine(policy: str, size: int, pack_tails: bool) -> None:
     run_state_machine_as_test(
-        machine_of(policy, 1 if policy == "sorted" else size),
+        machine_of(policy, 1 if policy == "sorted" else size, pack_tails),
         settings=settings(
             max_examples=60,
             stateful_step_count=40,

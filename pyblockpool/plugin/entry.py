@@ -111,4 +111,5 @@ def _description(settings: Settings) -> str:
     extents = ""
     if settings.policy == "extent":
         extents = f" over extents of {f'{settings.size} blocks' if settings.size else '128 tokens'}"
+        extents += ", tails packed" if settings.pack_tails else ""
     return f"native free-block queue, policy {settings.policy}{extents}"

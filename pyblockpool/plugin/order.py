@@ -82,7 +82,7 @@ def pool_stats(pool: Any) -> dict[str, Any]:
     else:
         of_queue = {"policy": "lru"}
         implementation = "vllm" if type(queue) is own_class else name_of(type(queue))
-    of_extents = ("size", "clean", "aged", "early_evictions", "shortages")
+    of_extents = ("size", "pack_tails", "clean", "aged", "early_evictions", "shortages")
     return {
         "implementation": implementation,
         "policy": of_queue["policy"],

@@ -39,7 +39,12 @@ class QueueMaker:
         self._size = 1
 
     def __call__(self, blocks: Any) -> Any:
-        return self._queue_class(blocks, policy=self._settings.policy, size=self._size)
+        return self._queue_class(
+            blocks,
+            policy=self._settings.policy,
+            size=self._size,
+            pack_tails=self._settings.pack_tails,
+        )
 
     def __repr__(self) -> str:
         return f"<maker of queues for {self._settings}>"

@@ -26,8 +26,8 @@ using pyblockpool::kEnd;
 // extents are aged, longest whole first, and which one is shared.
 class Pool {
  public:
-  Pool(std::size_t capacity, BlockId extent_size, unsigned seed)
-      : extents(list, extent_size), random(seed), size(extent_size) {
+  Pool(std::size_t capacity, BlockId extent_size, bool pack_tails, unsigned seed)
+      : extents(list, extent_size, pack_tails), random(seed), size(extent_size) {
     grow(capacity);
     for (std::size_t id = 0; id < capacity; ++id) in_use.push_back(static_cast<BlockId>(id));
   }
@@ -41,7 +41,7 @@ class Pool {
 
   std::vector<BlockId> take(std::size_t count, BlockId after) {
     const BlockId single = count == 1 && after == kEnd ? walk().front() : kEnd;
-    const bool is_fragment = !list.is_aside(single) && !is_full(single / size);
+    const bool is_fragment = !list.is_aside(single) && !goes_at_once(single / size);
     std::vector<void*> out(count);
     std::size_t visited = 0;
     extents.reserve(count);
@@ -86,13 +86,13 @@ class Pool {
   // The walk as it is defined (see ExtentList::after).
   std::vector<BlockId> walk() const {
     const std::size_t end = ids.size() / index(size) + 1;
-    std::vector<bool> full(end);
+    std::vector<bool> at_once(end);
     std::vector<BlockId> spendable(end);
     std::vector<BlockId> clean;
     std::vector<BlockId> parts;
     for (std::size_t at = 0; at < end; ++at) {
       const auto k = static_cast<BlockId>(at);
-      full[at] = is_full(k);
+      at_once[at] = goes_at_once(k);
       spendable[at] = spendable_in(k);
       if (spendable[at] == size) clean.push_back(k);
       if (!is_whole(k) && k != shared) parts.push_back(k);
@@ -106,18 +106,18 @@ class Pool {
     if (shared != kEnd) extents_in_order.push_back(shared);
     for (const BlockId k : clean) extents_in_order.push_back(k);
     std::copy_if(aged.rbegin(), aged.rend(), std::back_inserter(extents_in_order),
-                 [&](BlockId k) { return !full[index(k)]; });
+                 [&](BlockId k) { return !at_once[index(k)]; });
     std::copy_if(aged.begin(), aged.end(), std::back_inserter(extents_in_order),
-                 [&](BlockId k) { return full[index(k)]; });
+                 [&](BlockId k) { return at_once[index(k)]; });
     for (const BlockId k : parts) extents_in_order.push_back(k);
     std::vector<BlockId> walk;
     for (const BlockId k : extents_in_order) {
       for (BlockId id = k * size; id < end_of(k); ++id) {
-        if (full[index(k)] || list.is_aside(id)) walk.push_back(id);
+        if (at_once[index(k)] || list.is_aside(id)) walk.push_back(id);
       }
     }
     for (BlockId id = list.front(); id != kEnd; id = list.next(id)) {
-      if (!full[index(id / size)]) walk.push_back(id);
+      if (!at_once[index(id / size)]) walk.push_back(id);
     }
     return walk;
   }
@@ -174,7 +174,11 @@ class Pool {
     return id == (k + 1) * size;
   }
 
-  bool is_full(BlockId k) const { return is_whole(k) && spendable_in(k) == 0; }
+  // An aged extent of which single ids are not taken before it is opened.
+  bool goes_at_once(BlockId k) const {
+    const BlockId spendable = spendable_in(k);
+    return is_whole(k) && (extents.pack_tails() ? spendable == 0 : spendable < size);
+  }
 
   BlockId spendable_in(BlockId k) const {
     BlockId count = 0;
@@ -213,7 +217,8 @@ void require_walk(const Pool& pool, const std::string& when) {
 }
 
 void random_program(unsigned seed, std::size_t capacity, BlockId size) {
-  Pool pool(capacity, size, seed);
+  const bool pack_tails = seed % 2 == 0;
+  Pool pool(capacity, size, pack_tails, seed);
   ExtentList& extents = pool.extents;
   for (int step = 0; step < 1500; ++step) {
     const std::string what = "seed " + std::to_string(seed) + " step " + std::to_string(step);
@@ -228,8 +233,8 @@ void random_program(unsigned seed, std::size_t capacity, BlockId size) {
       for (BlockId id = after; opened != taken.end() && hinted && *opened == id + 1; ++opened) {
         id = *opened;
       }
-      // What does not fill an extent comes last: it may go where an aged extent has room.
-      const auto over = taken.end() - (taken.end() - opened) % size;
+      // What does not fill an extent comes last: packed, it goes where an aged one has room.
+      const auto over = taken.end() - (pack_tails ? (taken.end() - opened) % size : 0);
       if (extents.shortages() == 0) {
         require(std::is_sorted(opened, over), what + ": order");
         require(std::is_sorted(over, taken.end()), what + ": order of the last");
@@ -269,7 +274,7 @@ int main() {
   unsigned seed = 0;
   for (const BlockId size : {1, 2, 8, 64, 4096}) {
     for (const std::size_t capacity : {0, 1, 7, 64, 200, 1000}) {
-      for (int repeat = 0; repeat < 3; ++repeat) random_program(++seed, capacity, size);
+      for (int repeat = 0; repeat < 4; ++repeat) random_program(++seed, capacity, size);
     }
   }
   std::cout << "ExtentList: " << seed << " random programs\n";

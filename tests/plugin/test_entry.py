@@ -38,6 +38,8 @@ VALUES = {
     "native:extent": Settings("native", "extent"),
     "native:extent,size=1": Settings("native", "extent", 1),
     "native:extent,size=4096": Settings("native", "extent", 4096),
+    "native:extent,pack_tails": Settings("native", "extent", None, True),
+    "native:extent,size=4,pack_tails": Settings("native", "extent", 4, True),
 }
 
 
@@ -63,6 +65,9 @@ def test_no_value() -> None:
             "native:extent,size=8,size=8",
             "python:sorted",
             "native:extent,8",
+            "native:extent,pack_tails,size=4",
+            "native:extent,pack_tails=1",
+            "native:sorted,pack_tails",
         ],
     ],
 )

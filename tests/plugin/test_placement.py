@@ -18,7 +18,7 @@ from pyblockpool.errors import ConflictError, UnsupportedVLLMError
 from pyblockpool.plugin import entry, surface
 from pyblockpool.settings import QUEUE_VARIABLE
 
-POLICIES = ["native:sorted", "native:extent", "native:extent,size=2"]
+POLICIES = ["native:sorted", "native:extent", "native:extent,size=2,pack_tails"]
 Activate = Callable[[str], None]
 
 needs_vllm = pytest.mark.skipif(
@@ -56,11 +56,13 @@ def test_on_and_off(
     (line,) = caplog.messages
     assert f"policy {value.removeprefix('native:').partition(',')[0]}" in line
     assert ("extents of" in line) == ("extent" in value)
+    assert ("tails packed" in line) == ("pack_tails" in value)
     subject = cache_pool(host, 12)
     assert type(subject.free_block_queue) is FreeBlockQueue
     stats = subject.free_block_queue_stats()
     assert stats["policy"] in value
     assert stats["size"] == {"native:sorted": 1, "native:extent": 8}.get(value, 2)
+    assert stats["pack_tails"] is ("pack_tails" in value)
     active = host.snapshot()
     entry.register()
     assert host.snapshot() == active
