@@ -30,10 +30,11 @@ class QueueStats(TypedDict):
     implementation: ``"native"``. policy. free: blocks queued. known: blocks ever seen. runs:
     stretches of the queue, in its order, in which each id is the one before it plus 1.
     longest_run: blocks in the longest of them. Under ``sorted`` and ``extent`` also: size, blocks
-    in an extent. pack_tails: whether tables share their last extents. unhashed: free blocks without a hash, or with one that is given up. clean, aged:
-    extents that are free as a whole, without and with cached blocks. early_evictions: cached
-    blocks that were given up out of turn, for the sake of their extent: at most E-1 of each that
-    was opened. shortages: calls that found too few whole extents.
+    in an extent. pack_tails: whether tables share their last extents. unhashed: free blocks without
+    a hash, or with one that is given up. clean, aged: extents that are free as a whole, without and
+    with cached blocks. early_evictions: cached blocks that were given up out of turn, for the sake
+    of their extent: at most E-1 of each that was opened. shortages: calls that found too few whole
+    extents.
     """
 
     implementation: str

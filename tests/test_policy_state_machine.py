@@ -70,8 +70,8 @@ class PoliciesInStep(RuleBasedStateMachine):
     @precondition(lambda self: self.free)
     @rule(data=st.data())
     def admit(self, data: st.DataObject) -> None:
-        """A new request: no hint, ids ascending in a pool that has whole extents left; packed, those
-        of its tail by themselves.
+        """A new request: no hint; ids ascending in a pool that has whole extents left, where tails
+        are packed those of the tail by themselves.
         """
         n = data.draw(st.integers(1, len(self.free)))
         self.both(lambda queue, _: queue.grow_after(None))
