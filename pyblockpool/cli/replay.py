@@ -1,13 +1,9 @@
-"""The command ``pyblockpool``."""
+"""``pyblockpool replay``: a request trace through vLLM's pool, policy beside policy."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import math
-import os
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +11,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pyblockpool.errors import BlockQueueError
+from pyblockpool.cli.arguments import Verbs, at_least
+from pyblockpool.cli.terminal import number, show, show_json
 from pyblockpool.replay import Figures, Setup, replay_each
 from pyblockpool.request_trace import ARRANGEMENTS, read_requests
 from pyblockpool.settings import QUEUE_VARIABLE, QUEUES
@@ -23,31 +20,8 @@ from pyblockpool.settings import QUEUE_VARIABLE, QUEUES
 REPLAYED = ("python", "native:sorted", "native:extent")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; the exit status is 0, or 1 with a sentence on stderr, or 2 for bad usage."""
-    options = _parser().parse_args(arguments)
-    try:
-        return int(options.run(options))
-    except BrokenPipeError:  # the reader of a pipe has had enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
-    except (BlockQueueError, OSError, ImportError) as error:
-        print(f"pyblockpool {options.verb}: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pyblockpool", description="A native KV-cache free-block queue for vLLM: its tools."
-    )
-    verbs = parser.add_subparsers(dest="verb", required=True)
-    _add_replay(verbs)
-    return parser
-
-
-def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add_to(verbs: Verbs) -> None:
+    """Add the verb ``replay``."""
     replay = verbs.add_parser(
         "replay",
         help="a request trace through vLLM's block pool, policy beside policy",
@@ -63,7 +37,7 @@ def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     replay.add_argument(
         "--blocks",
-        type=_at_least(2),
+        type=at_least(2),
         required=True,
         metavar="N",
         help="KV-cache blocks in the pool (vLLM logs the size of its KV cache in tokens: divide it "
@@ -71,7 +45,7 @@ def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     replay.add_argument(
         "--residents",
-        type=_at_least(1),
+        type=at_least(1),
         default=32,
         metavar="R",
         help="requests that may run at the same time, like vLLM's --max-num-seqs; of a trace with "
@@ -86,7 +60,7 @@ def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     replay.add_argument(
         "--block-size",
-        type=_at_least(1),
+        type=at_least(1),
         default=16,
         metavar="TOKENS",
         help="tokens in a block; default: %(default)s",
@@ -96,12 +70,12 @@ def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     replay.add_argument(
         "--chunk",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="TOKENS",
         help="tokens of a prompt that are computed in one turn; default: the whole prompt",
     )
     replay.add_argument(
-        "--limit", type=_at_least(1), metavar="N", help="only the first N requests of the trace"
+        "--limit", type=at_least(1), metavar="N", help="only the first N requests of the trace"
     )
     replay.add_argument(
         "--arrangement",
@@ -112,7 +86,7 @@ def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     replay.add_argument(
         "--max-context",
-        type=_at_least(1),
+        type=at_least(1),
         metavar="TOKENS",
         help="leave out requests with a longer prompt and answer, and sessions with such a request",
     )
@@ -124,29 +98,19 @@ def _add_replay(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> N
     )
     replay.add_argument(
         "--workers",
-        type=_at_least(1),
+        type=at_least(1),
         default=1,
         metavar="N",
         help="queues that are replayed at the same time; default: %(default)s",
     )
     replay.add_argument(
         "--tile",
-        type=_at_least(1),
+        type=at_least(1),
         default=0,
         metavar="BLOCKS",
         help="blocks in a tile, for the row 'tile amplification'; default: 128 tokens of them",
     )
     replay.add_argument("--json", action="store_true", help="print JSON instead of a table")
-
-
-def _at_least(least: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        value = int(text)
-        if value < least:
-            raise argparse.ArgumentTypeError(f"must be at least {least}, not {value}")
-        return value
-
-    return number
 
 
 def _replay(options: argparse.Namespace) -> int:
@@ -184,17 +148,13 @@ def _replay(options: argparse.Namespace) -> int:
         )
     if options.json:
         found = {queue: each.as_json() for queue, each in figures.items()}
-        print(json.dumps({"setup": asdict(setup), "requests": len(requests), "queues": found}))
+        show_json({"setup": asdict(setup), "requests": len(requests), "queues": found})
     else:
-        console = Console()
-        # A pipe has no width: nothing is cut there.
-        console.print(_table(figures, setup), width=None if console.is_terminal else 1000)
-        console.print(
+        show(
+            _table(figures, setup),
             f"{options.trace.name}: {len(requests):,} requests, {setup.residents} resident, "
             f"{setup.num_blocks:,} blocks of {setup.block_size} tokens",
-            highlight=False,
         )
-    sys.stdout.flush()
     return 0
 
 
@@ -205,13 +165,13 @@ def _table(figures: dict[str, Figures], setup: Setup) -> Table:
     for queue in figures:
         table.add_column(queue, justify="right", overflow="fold")
     rows: list[tuple[str, Callable[[Figures], str]]] = [
-        ("prefix hits", lambda each: _number(each.hit_rate, ".2%")),
-        ("blocks a run, in prompts", lambda each: _number(each.prefill.blocks_per_run, ",.1f")),
-        ("blocks a run, at release", lambda each: _number(each.release.blocks_per_run, ",.1f")),
-        ("mergeable share", lambda each: _number(each.release.mergeable_share, ".1%")),
+        ("prefix hits", lambda each: number(each.hit_rate, ".2%")),
+        ("blocks a run, in prompts", lambda each: number(each.prefill.blocks_per_run, ",.1f")),
+        ("blocks a run, at release", lambda each: number(each.release.blocks_per_run, ",.1f")),
+        ("mergeable share", lambda each: number(each.release.mergeable_share, ".1%")),
         (
             f"tile amplification, {setup.tile} blocks",
-            lambda each: _number(each.release.tile_amplification, ".2f"),
+            lambda each: number(each.release.tile_amplification, ".2f"),
         ),
         ("evictions of cached blocks", lambda each: f"{each.evictions:,}"),
         ("early evictions", lambda each: _of_queue(each, "early_evictions")),
@@ -221,10 +181,6 @@ def _table(figures: dict[str, Figures], setup: Setup) -> Table:
     for name, text in rows:
         table.add_row(name, *map(text, figures.values()))
     return table
-
-
-def _number(value: float, style: str) -> str:
-    return "-" if math.isnan(value) else format(value, style)
 
 
 def _of_queue(figures: Figures, name: str) -> str:

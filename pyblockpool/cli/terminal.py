@@ -1,0 +1,29 @@
+"""What the verbs print alike."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from typing import Any
+
+from rich.console import Console, RenderableType
+
+
+def show(*parts: RenderableType) -> None:
+    """Print tables and text on stdout, as rich does: no colour with NO_COLOR or in a pipe."""
+    console = Console(markup=False, emoji=False, highlight=False)
+    for part in parts:
+        # A pipe has no width: nothing is cut there.
+        console.print(part, width=None if console.is_terminal else 1000)
+    sys.stdout.flush()
+
+
+def show_json(found: dict[str, Any]) -> None:
+    """Print it on stdout in one line."""
+    print(json.dumps(found, allow_nan=False), flush=True)
+
+
+def number(value: float, style: str) -> str:
+    """A figure in a table; a dash for what there is not."""
+    return "-" if math.isnan(value) else format(value, style)
