@@ -36,7 +36,7 @@ cxx: $(VENV)/.env
 	$(BIN)/cmake --build build/cxx
 	$(BIN)/ctest --test-dir build/cxx --output-on-failure
 
-# The tests of the queue under AddressSanitizer and UndefinedBehaviorSanitizer, preconditions checked.
+# The tests of the compiled modules under AddressSanitizer and UndefinedBehaviorSanitizer, preconditions checked.
 sanitize: install
 	rm -rf build/sanitize
 	$(BIN)/pip install --quiet --no-deps --target build/sanitize . \
@@ -51,16 +51,16 @@ sanitize: install
 lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/clang-format --dry-run --Werror csrc/*.hpp tests/cxx/*.?pp
+	$(BIN)/clang-format --dry-run --Werror csrc/*.?pp tests/cxx/*.?pp
 	$(BIN)/python bench/table.py --check
 	$(BIN)/mypy pyblockpool
-	$(BIN)/stubtest pyblockpool._queue
+	$(BIN)/stubtest pyblockpool._queue pyblockpool._contiguity
 	for folder in $(SCRIPTS); do $(BIN)/mypy $$folder/*.py || exit 1; done
 
 format: $(VENV)/.env
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
-	$(BIN)/clang-format -i csrc/*.hpp tests/cxx/*.?pp
+	$(BIN)/clang-format -i csrc/*.?pp tests/cxx/*.?pp
 
 # Ratios to vLLM's class in the same run, best on an idle machine; saved, and set into the README.
 bench: install

@@ -16,14 +16,9 @@ if TYPE_CHECKING:
 
 __all__ = ["FreeBlockQueue", "__version__"]
 
-_REMEDY = (
-    "install pyblockpool from a wheel or with `pip install .`, and do not import it from its "
-    "source folder"
-)
-
 
 def __getattr__(name: str) -> Any:
-    from pyblockpool.errors import NotCompiledError
+    from pyblockpool.errors import INSTALL_REMEDY, NotCompiledError
 
     value: Any
     if name == "__version__":
@@ -32,13 +27,13 @@ def __getattr__(name: str) -> Any:
         try:
             value = version("pyblockpool")
         except PackageNotFoundError as error:
-            raise NotCompiledError(f"pyblockpool is not installed: {_REMEDY}") from error
+            raise NotCompiledError(f"pyblockpool is not installed: {INSTALL_REMEDY}") from error
     elif name == "FreeBlockQueue":
         try:
             from pyblockpool._queue import FreeBlockQueue as value
         except ImportError as error:
             raise NotCompiledError(
-                f"the compiled module pyblockpool._queue does not load ({error}): {_REMEDY}"
+                f"the compiled module pyblockpool._queue does not load ({error}): {INSTALL_REMEDY}"
             ) from error
     else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

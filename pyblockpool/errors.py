@@ -1,5 +1,10 @@
 """Errors by meaning. Each message is a sentence that names the fix."""
 
+INSTALL_REMEDY = (
+    "install pyblockpool from a wheel or with `pip install .`, and do not import it from its "
+    "source folder"
+)
+
 
 class BlockQueueError(Exception):
     """Base of the errors that say why pyblockpool cannot do what was asked of it."""

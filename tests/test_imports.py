@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -50,6 +52,27 @@ def test_what_vllm_imports_of_us_at_start_is_light(name: str) -> None:
             modules = [alias.name for alias in node.names]
         for module in modules:
             assert module in allowed or module.split(".")[0] in sys.stdlib_module_names, module
+
+
+def test_importing_the_package_loads_nothing_heavy() -> None:
+    """Neither the compiled modules nor NumPy, let alone vLLM, in a process of its own."""
+    code = """
+import sys
+import pyblockpool, pyblockpool.plugin.entry
+heavy = {"numpy", "torch", "vllm", "rich", "pyblockpool._queue", "pyblockpool._contiguity"}
+print(sorted(heavy & set(sys.modules)))
+import pyblockpool.contiguity
+print(sorted(heavy & set(sys.modules)))
+"""
+    ran = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert ran.stdout.splitlines() == ["[]", "['numpy', 'pyblockpool._contiguity']"]
 
 
 def test_the_reference_stands_on_its_own() -> None:

@@ -11,6 +11,7 @@ import pytest
 from implementations import HAS_VLLM, ids
 from pools import free, give_hash, order, pool, splits_by_hash
 
+from pyblockpool.contiguity import Contiguity
 from pyblockpool.plugin import entry
 from pyblockpool.settings import QUEUE_VARIABLE
 
@@ -85,6 +86,25 @@ def test_llm_d_704_the_tail_of_a_chain_is_evicted_first(queue: str) -> None:
     assert ids(subject.get_new_blocks(1)) == [3]
     assert subject.blocks[3].block_hash is None
     assert subject.blocks[2].block_hash is not None
+
+
+def test_vllm_55434_a_fresh_pool_gives_one_run(queue: str) -> None:
+    """vllm#55434: 642 blocks of a fresh pool took one descriptor in each of 101 regions."""
+    subject = pool(1000, True)
+    fresh = Contiguity(tile=8)
+    fresh.add(ids(subject.get_new_blocks(642)))
+    assert (fresh.blocks, fresh.runs, fresh.longest_run) == (642, 1, 642)
+    assert fresh.descriptors(101) == 101
+
+
+def test_vllm_55434_each_run_is_a_descriptor_in_each_region(queue: str) -> None:
+    """Of 101 stretches, each followed by a block that somebody else holds."""
+    subject = pool(1 + 101 * 4, False)
+    subject.touch(subject.blocks[4::4])
+    scattered = Contiguity(tile=8)
+    scattered.add(ids(subject.get_new_blocks(303)))
+    assert (scattered.blocks, scattered.runs) == (303, 101)
+    assert (scattered.descriptors(1), scattered.descriptors(101)) == (101, 101 * 101)
 
 
 @pytest.mark.skipif(not splits_by_hash(), reason="free_blocks splits by hash since vLLM 0.24.0")
