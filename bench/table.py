@@ -23,6 +23,7 @@ REPLAYED = {
 RESET = "order reset "
 POLICIES = "policies: "
 FLAT = "flat: "
+CONTIGUITY = "contiguity: "
 
 
 def micro_table(results: dict[str, Any]) -> list[str]:
@@ -31,7 +32,7 @@ def micro_table(results: dict[str, Any]) -> list[str]:
         "| --- | ---: | ---: | ---: |",
     ]
     for operation, ns in results["ns_per_block"].items():
-        if not operation.startswith((RESET, POLICIES, FLAT)):
+        if not operation.startswith((RESET, POLICIES, FLAT, CONTIGUITY)):
             ratio = times(ns["vllm"] / ns["native"])
             lines.append(f"| {operation} | {ns['vllm']:.1f} | {ns['native']:.1f} | {ratio} |")
     return [*lines, "", f"{results['num_blocks']:,} blocks; {provenance(results)}"]
