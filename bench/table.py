@@ -18,6 +18,7 @@ REPLAYED = {
     "native:sorted": "`sorted`",
     "native:extent,size=8": "E = 8",
     "native:extent,size=16": "E = 16",
+    "native:extent,size=8,pack_tails": "E = 8, packed",
 }
 
 RESET = "order reset "
@@ -89,7 +90,7 @@ def flat_table(results: dict[str, Any]) -> list[str]:
 
 def replay_table(results: dict[str, Any]) -> list[str]:
     columns = [f"tiles: {REPLAYED['python']}", *list(REPLAYED.values())[1:]]
-    columns += ["hits: vLLM, `sorted`", "E = 8", "E = 16"]
+    columns += ["hits: vLLM, `sorted`", *list(REPLAYED.values())[2:]]
     lines = replay_header(columns)
     for row in results["rows"]:
         found = {name: row["queues"][name] for name in REPLAYED}
@@ -115,16 +116,15 @@ def runs_table(results: dict[str, Any]) -> list[str]:
 
 def replay_header(columns: list[str]) -> list[str]:
     return [
-        f"| trace | blocks | resident | {' | '.join(columns)} |",
-        f"| --- | ---: | ---: |{' ---: |' * len(columns)}",
+        f"| trace | blocks / resident | {' | '.join(columns)} |",
+        f"| --- | ---: |{' ---: |' * len(columns)}",
     ]
 
 
 def replay_line(row: dict[str, Any], cells: list[str]) -> str:
     setup = row["setup"]
-    return (
-        f"| {row['name']} | {setup['num_blocks']:,} | {setup['residents']} | {' | '.join(cells)} |"
-    )
+    engine = f"{setup['num_blocks']:,} / {setup['residents']}"
+    return f"| {row['name']} | {engine} | {' | '.join(cells)} |"
 
 
 def short(number: float) -> str:
