@@ -12,10 +12,11 @@ from rich.console import Console, RenderableType
 
 def show(*parts: RenderableType) -> None:
     """Print tables and text on stdout, as rich does: no colour with NO_COLOR or in a pipe."""
-    console = Console(markup=False, emoji=False, highlight=False)
+    # A pipe has no width: nothing is cut there.
+    width = None if sys.stdout.isatty() else 1000
+    console = Console(width=width, markup=False, emoji=False, highlight=False)
     for part in parts:
-        # A pipe has no width: nothing is cut there.
-        console.print(part, width=None if console.is_terminal else 1000)
+        console.print(part)
     sys.stdout.flush()
 
 
