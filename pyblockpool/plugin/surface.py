@@ -130,7 +130,7 @@ def probe(settings: Settings) -> list[Finding]:
                     UnsupportedVLLMError,
                 )
             )
-    return findings
+    return list(dict.fromkeys(findings))  # several checks can fail for one reason
 
 
 def _the_pool() -> Iterator[Finding]:

@@ -83,6 +83,16 @@ def test_any_other_value_stops_start_up(
     assert host.snapshot() == before
 
 
+def test_a_reason_is_told_once(host: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every check fails where nothing of vLLM is where it is expected."""
+    for name in [name for name in sys.modules if name.startswith("vllm.v1")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setenv(QUEUE_VARIABLE, "native:extent")
+    with pytest.raises(UnsupportedVLLMError) as caught:
+        entry.register()
+    assert str(caught.value).count("vLLM 0.13.0 or later is needed") == 1
+
+
 def test_unset_imports_nothing() -> None:
     """In a process of its own, as this one has imported everything already."""
     code = (
