@@ -39,7 +39,8 @@ def test_only_the_plugin_touches_vllm(path: Path) -> None:
     for name in imports_of(path):
         if path != PACKAGE / "replay.py":  # which replays with the classes of the installed vLLM
             assert name.split(".")[0] not in {"vllm", "torch"}, name
-        assert not name.startswith("pyblockpool.plugin"), name
+        if path != PACKAGE / "doctor.py":  # which has a process of its own look at vLLM
+            assert not name.startswith("pyblockpool.plugin"), name
 
 
 @pytest.mark.parametrize("name", ["__init__.py", "errors.py", "settings.py", "plugin/entry.py"])

@@ -7,10 +7,10 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pyblockpool.cli import replay
+from pyblockpool.cli import doctor, replay
 from pyblockpool.errors import BlockQueueError
 
-VERBS = (replay,)
+VERBS = (doctor, replay)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
