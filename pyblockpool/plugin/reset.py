@@ -63,10 +63,10 @@ Returns:
     ``free``: blocks queued. ``unhashed``: free blocks without a prefix-cache hash. ``runs``:
     stretches of the queue, in its order, in which each id is the one before it plus 1.
     ``longest_run``: blocks in the longest of them. ``other_pools``: the same of further pools.
-    Under the policies sorted and extent also ``size``: blocks in an extent. ``clean``, ``aged``:
-    extents that are free as a whole, without and with cached blocks. ``early_evictions``: cached
-    blocks that were given up out of turn, for the sake of their extent. ``shortages``: calls that
-    found too few whole extents.
+    Under the policies sorted and extent also ``size``: blocks in an extent. ``pack_tails``: whether
+    tables share their last extents. ``clean``, ``aged``: extents that are free as a whole, without
+    and with cached blocks. ``early_evictions``: cached blocks that were given up out of turn, for
+    the sake of their extent. ``shortages``: calls that found too few whole extents.
 
 Raises:
     As `reset_free_block_queue_order()`.
