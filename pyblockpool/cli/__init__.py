@@ -6,33 +6,38 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 
-from pyblockpool.cli import doctor, replay
 from pyblockpool.errors import BlockQueueError
 
-VERBS = (doctor, replay)
+VERBS = ("doctor", "replay")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 1 with a sentence on stderr, or 2 for bad usage."""
-    options = _parser().parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    command = "pyblockpool"
     try:
+        options = _parser(given).parse_args(given)
+        command += f" {options.verb}"
         return int(options.run(options))
     except BrokenPipeError:  # the reader of a pipe has had enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except (BlockQueueError, OSError, ImportError) as error:
-        print(f"pyblockpool {options.verb}: {error}", file=sys.stderr)
+        print(f"{command}: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
+    """Of the verb that is asked for alone, so that each can do without what others need."""
     parser = argparse.ArgumentParser(
         prog="pyblockpool", description="A native KV-cache free-block queue for vLLM: its tools."
     )
     verbs = parser.add_subparsers(dest="verb", required=True)
-    for verb in VERBS:
-        verb.add_to(verbs)
+    asked_for = arguments[:1] if arguments and arguments[0] in VERBS else VERBS
+    for verb in asked_for:
+        import_module(f"{__name__}.{verb}").add_to(verbs)
     return parser

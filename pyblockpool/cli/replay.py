@@ -11,7 +11,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pyblockpool.cli.arguments import Verbs, at_least
+from pyblockpool.cli.arguments import Verbs, add_verb, at_least
 from pyblockpool.cli.terminal import number, show, show_json
 from pyblockpool.replay import Figures, Setup, replay_each
 from pyblockpool.request_trace import ARRANGEMENTS, read_requests
@@ -22,14 +22,14 @@ REPLAYED = ("python", "native:sorted", "native:extent")
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb ``replay``."""
-    replay = verbs.add_parser(
+    replay = add_verb(
+        verbs,
         "replay",
-        help="a request trace through vLLM's block pool, policy beside policy",
+        summary="a request trace through vLLM's block pool, policy beside policy",
         description="Replay a request trace (Mooncake, agentic or GRPO JSONL, or Azure CSV) "
         "through the KVCacheManager and BlockPool of the installed vLLM, without a model, and "
         "compare the queues: prefix hits, and how contiguous the block tables are.",
-        epilog="example: pyblockpool replay conversation_trace.jsonl --blocks 65536 "
-        "--residents 32 --limit 1000",
+        example="pyblockpool replay conversation_trace.jsonl --blocks 65536 --limit 1000",
     )
     replay.set_defaults(run=_replay)
     replay.add_argument(
