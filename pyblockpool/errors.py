@@ -26,12 +26,16 @@ class NotCompiledError(BlockQueueError, ImportError):
     """The compiled module is missing or does not load: install pyblockpool from a wheel."""
 
 
+class MissingExtraError(BlockQueueError, ImportError):
+    """A package is missing that only some commands need: install the extra with it."""
+
+
 class InactiveError(BlockQueueError, RuntimeError):
     """The engine that was called runs without pyblockpool: set the variable where it starts."""
 
 
 class TraceError(BlockQueueError, ValueError):
-    """A request trace cannot be read: it says where and what."""
+    """A trace, of requests or of block tables, cannot be read: it says where and what."""
 
 
 class ReplayError(BlockQueueError, RuntimeError):

@@ -43,7 +43,7 @@ import sys
 sys.modules["pyblockpool._contiguity"] = None
 from pyblockpool.cli import main
 assert not any(name.startswith("pyblockpool.cli.re") for name in sys.modules)
-sys.exit(main(["replay", "x"]))
+sys.exit(main(["report", "x"]))
 """
     ran = subprocess.run(
         [sys.executable, "-c", code], cwd="/", capture_output=True, text=True, check=False

@@ -10,7 +10,7 @@ from importlib import import_module
 
 from pyblockpool.errors import BlockQueueError
 
-VERBS = ("doctor", "replay")
+VERBS = ("doctor", "report", "replay")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,11 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeAlias
+
+# Endings of the files that a plot can be written to.
+PICTURES = (".png", ".svg", ".pdf")
 
 # What argparse gives to add verbs to.
 Verbs: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -34,3 +38,23 @@ def at_least(least: int) -> Callable[[str], int]:
         return value
 
     return number
+
+
+def add_plot(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add ``--plot OUT``."""
+    parser.add_argument(
+        "--plot",
+        type=_picture,
+        metavar="OUT",
+        help=f"draw {what} into a file, whose name ends in {', '.join(PICTURES)}; needs "
+        "pyblockpool[plot]",
+    )
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in PICTURES:
+        raise argparse.ArgumentTypeError(f"must end in {', '.join(PICTURES)}, unlike {text}")
+    if not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"there is no folder {path.parent}")
+    return path

@@ -25,6 +25,16 @@ def show_json(found: dict[str, Any]) -> None:
     print(json.dumps(found, allow_nan=False), flush=True)
 
 
+def counted(count: int, what: str) -> str:
+    """A number of things."""
+    return f"{count:,} {what}" if count == 1 else f"{count:,} {what}s"
+
+
+def size(value: float) -> str:
+    """A number of blocks or milliseconds, with a digit behind the point where it is small."""
+    return number(value, ",.0f" if value >= 99.95 else ",.1f")
+
+
 def number(value: float, style: str) -> str:
     """A figure in a table; a dash for what there is not."""
     return "-" if math.isnan(value) else format(value, style)
