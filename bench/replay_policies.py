@@ -99,6 +99,8 @@ def replayed(trace: Path, row: Row, workers: int) -> dict[str, Any]:
     for figure in ("hit_tokens", "evictions", "preemptions"):
         if vllm[figure] != lowest_first[figure]:
             raise RuntimeError(f"{row.name}: policy sorted does not evict what vLLM evicts")
+    for figures in found["queues"].values():
+        del figures["rounds"], figures["all"]  # what the tables do not need
     return {"name": row.name, "trace": row.trace, "arguments": row.arguments, **found}
 
 

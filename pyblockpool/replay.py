@@ -16,20 +16,21 @@ import os
 import random
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
 from itertools import chain
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import numpy as np
 
+import pyblockpool
+from pyblockpool.block_trace import PREEMPTED, Group, Header, Request
 from pyblockpool.contiguity import Contiguity, Table
 from pyblockpool.errors import BlockQueueError, ReplayError
+from pyblockpool.report import TILE_TOKENS, EngineFigures, contiguity_as_json, or_none
 from pyblockpool.request_trace import TraceRequest
 from pyblockpool.settings import QUEUE_VARIABLE, Settings
-
-# As much of the cache as FlexAttention's kernels take at once.
-TILE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,8 @@ class Setup:
         chunk: tokens of a prompt that are computed in one turn, None for all of them.
         seed: of the order in which resident requests get their turn.
         tile: blocks in a tile, for which amplification is told; 0 for as many as hold 128 tokens.
+        rounds: stretches with as many requests each, for which figures are told; None for the
+            rounds of the trace.
     """
 
     num_blocks: int
@@ -53,9 +56,17 @@ class Setup:
     chunk: int | None = None
     seed: int = 0
     tile: int = 0
+    rounds: int | None = None
 
     def __post_init__(self) -> None:
-        least_values = {"num_blocks": 2, "residents": 1, "block_size": 1, "chunk": 1, "tile": 0}
+        least_values = {
+            "num_blocks": 2,
+            "residents": 1,
+            "block_size": 1,
+            "chunk": 1,
+            "tile": 0,
+            "rounds": 1,
+        }
         for name, least in least_values.items():
             value = getattr(self, name)
             if value is not None and value < least:
@@ -76,10 +87,13 @@ class Figures:
         evictions: cached blocks that were given to somebody else.
         preemptions: requests that lost their blocks and had to start again.
         queue: ``stats()`` of a native queue at the end, {} of vLLM's own.
+        engine: the same tables as a report of an engine shows them, round by round; its tables are
+            those of ``release`` and those that preempted requests lost.
     """
 
     prefill: Contiguity
     release: Contiguity
+    engine: EngineFigures = field(compare=False)
     prompt_tokens: int = 0
     hit_tokens: int = 0
     evictions: int = 0
@@ -93,19 +107,19 @@ class Figures:
 
     def as_json(self) -> dict[str, Any]:
         """All of it, and the ratios, with plain names and values; None for what there is not."""
-        found = {"hit_rate": _or_none(self.hit_rate), **asdict(self)}
-        for name in ("prefill", "release"):
-            tables: Contiguity = getattr(self, name)
-            found[name] |= {
-                "blocks_per_run": _or_none(tables.blocks_per_run),
-                "mergeable_share": _or_none(tables.mergeable_share),
-                "tile_amplification": _or_none(tables.tile_amplification),
-            }
-        return found
-
-
-def _or_none(ratio: float) -> float | None:
-    return None if math.isnan(ratio) else ratio
+        engine = self.engine.as_json(regions=1)
+        return {
+            "hit_rate": or_none(self.hit_rate),
+            "prompt_tokens": self.prompt_tokens,
+            "hit_tokens": self.hit_tokens,
+            "evictions": self.evictions,
+            "preemptions": self.preemptions,
+            "prefill": contiguity_as_json(self.prefill),
+            "release": contiguity_as_json(self.release),
+            "queue": self.queue,
+            "rounds": engine["rounds"],
+            "all": engine["all"],
+        }
 
 
 def replay(
@@ -242,6 +256,7 @@ class _Resident:
     trace: TraceRequest
     request: Any
     was_admitted: bool = False
+    hit_tokens: int = 0
 
 
 class _ClosedLoop:
@@ -259,7 +274,39 @@ class _ClosedLoop:
         self._running: list[_Resident] = []
         self._random = random.Random(setup.seed)
         self._num_unique_tokens = 0
-        self._figures = Figures(Contiguity(setup.tile), Contiguity(setup.tile))
+        self._figures = Figures(
+            Contiguity(setup.tile), Contiguity(setup.tile), self._engine(len(requests))
+        )
+
+    def _engine(self, num_requests: int) -> EngineFigures:
+        import vllm
+
+        queue = self._manager.block_pool.free_block_queue
+        stats: dict[str, Any] = queue.stats() if hasattr(queue, "stats") else {"policy": "lru"}
+        asked_for = os.environ.get(QUEUE_VARIABLE)
+        header = Header(
+            pyblockpool=pyblockpool.__version__,
+            vllm=vllm.__version__,
+            queue=asked_for,
+            policy=stats["policy"],
+            implementation="native" if hasattr(queue, "stats") else "vllm",
+            extent=stats.get("size"),
+            model=None,
+            attention=None,
+            pid=os.getpid(),
+            dp_rank=None,
+            started=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            num_blocks=self._setup.num_blocks,
+            caching=self._setup.caching,
+            groups=(Group(self._setup.block_size, "FullAttentionSpec", 1),),
+        )
+        return EngineFigures(
+            asked_for or "vLLM's queue",
+            header,
+            tile_tokens=self._setup.tile * self._setup.block_size,
+            requests=num_requests,
+            stretches=self._setup.rounds or 0,
+        )
 
     def expect_queue(self, settings: Settings) -> None:
         queue = self._manager.block_pool.free_block_queue
@@ -314,6 +361,8 @@ class _ClosedLoop:
             if not self._manager.reset_prefix_cache():
                 raise ReplayError("the prefix cache cannot be reset: blocks are in use")
             self._round = resident.trace.round
+            if self._setup.rounds is None:
+                self._figures.engine.end_round()
         session = resident.trace.session
         if session is not None and any(other.trace.session == session for other in self._running):
             return None
@@ -328,6 +377,7 @@ class _ClosedLoop:
         ):
             return None
         if not resident.was_admitted:
+            resident.hit_tokens = num_hit
             self._figures.prompt_tokens += request.num_prompt_tokens
             self._figures.hit_tokens += num_hit
         self._running.append(self._next.popleft())
@@ -348,6 +398,7 @@ class _ClosedLoop:
             num_new = self._chunk(num_new)
         while self._manager.allocate_slots(request, num_new) is None:
             victim = self._running.pop()
+            self._figures.engine.add(self._record(victim, PREEMPTED))
             self._manager.free(victim.request)
             victim.request.num_computed_tokens = 0
             self._next.appendleft(victim)
@@ -369,9 +420,26 @@ class _ClosedLoop:
             request.append_output_token_ids(self._unique_tokens(1))
         done = request.num_computed_tokens == request.num_tokens - 1
         if done and request.num_output_tokens == request.max_tokens:
-            self._figures.release.add(self._table(resident))
+            record = self._record(resident, "length")
+            self._figures.release.add(record.table)
+            self._figures.engine.add(record)
             self._manager.free(request)
             self._running.remove(resident)
+
+    def _record(self, resident: _Resident, outcome: str) -> Request:
+        """What a block trace would have of it now."""
+        request = resident.request
+        return Request(
+            t=0.0,
+            request=request.request_id,
+            outcome=outcome,
+            group=0,
+            prompt=request.num_prompt_tokens,
+            tokens=request.num_computed_tokens,
+            hit=resident.hit_tokens,
+            prefill=None,
+            table=self._table(resident),
+        )
 
     def _table(self, resident: _Resident) -> Table:
         (block_ids,) = self._manager.get_block_ids(resident.request.request_id)

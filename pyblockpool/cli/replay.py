@@ -11,9 +11,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from pyblockpool.cli.arguments import Verbs, add_verb, at_least
+from pyblockpool.cli import tables
+from pyblockpool.cli.arguments import Verbs, add_plot, add_verb, at_least
 from pyblockpool.cli.terminal import number, show, show_json
 from pyblockpool.replay import Figures, Setup, replay_each
+from pyblockpool.report import Choices
 from pyblockpool.request_trace import ARRANGEMENTS, read_requests
 from pyblockpool.settings import QUEUE_VARIABLE, QUEUES
 
@@ -110,10 +112,20 @@ def add_to(verbs: Verbs) -> None:
         metavar="BLOCKS",
         help="blocks in a tile, for the row 'tile amplification'; default: 128 tokens of them",
     )
+    replay.add_argument(
+        "--rounds",
+        type=at_least(1),
+        metavar="N",
+        help="tell the figures also for N stretches with the same number of requests; default: for "
+        "the rounds of the trace, if it has any",
+    )
+    add_plot(replay, "the queues beside each other, and maps of their pools")
     replay.add_argument("--json", action="store_true", help="print JSON instead of a table")
 
 
 def _replay(options: argparse.Namespace) -> int:
+    if options.plot:
+        from pyblockpool import plots  # before the work: matplotlib may be missing
     queues = list(dict.fromkeys(options.policy or REPLAYED))
     requests = read_requests(
         options.trace,
@@ -130,6 +142,7 @@ def _replay(options: argparse.Namespace) -> int:
         chunk=options.chunk,
         seed=options.seed,
         tile=options.tile,
+        rounds=options.rounds,
     )
     columns = (
         TextColumn("{task.description}"),
@@ -146,6 +159,9 @@ def _replay(options: argparse.Namespace) -> int:
             workers=options.workers,
             progress=lambda queue, admitted: bars.update(tasks[queue], completed=admitted),
         )
+    engines = [each.engine for each in figures.values()]
+    if options.plot:
+        plots.save(plots.picture(engines, "whole tables"), options.plot)
     if options.json:
         found = {queue: each.as_json() for queue, each in figures.items()}
         show_json({"setup": asdict(setup), "requests": len(requests), "queues": found})
@@ -155,6 +171,8 @@ def _replay(options: argparse.Namespace) -> int:
             f"{options.trace.name}: {len(requests):,} requests, {setup.residents} resident, "
             f"{setup.num_blocks:,} blocks of {setup.block_size} tokens",
         )
+        if any(len(engine.rounds) > 1 for engine in engines):
+            show("", *tables.of_engines(engines, Choices(setup.tile * setup.block_size)))
     return 0
 
 
@@ -168,6 +186,7 @@ def _table(figures: dict[str, Figures], setup: Setup) -> Table:
         ("prefix hits", lambda each: number(each.hit_rate, ".2%")),
         ("blocks a run, in prompts", lambda each: number(each.prefill.blocks_per_run, ",.1f")),
         ("blocks a run, at release", lambda each: number(each.release.blocks_per_run, ",.1f")),
+        ("longest run", lambda each: f"{each.release.longest_run:,}"),
         ("mergeable share", lambda each: number(each.release.mergeable_share, ".1%")),
         (
             f"tile amplification, {setup.tile} blocks",

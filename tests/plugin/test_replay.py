@@ -12,13 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import block_traces
 import pytest
 from implementations import HAS_VLLM
 from pools import splits_by_hash
 
+from pyblockpool.block_trace import Request, read_sections
 from pyblockpool.errors import ReplayError, SettingsError
 from pyblockpool.plugin import entry
 from pyblockpool.replay import Figures, Setup, replay, replay_each
+from pyblockpool.report import Choices, EngineFigures, engine_figures
 from pyblockpool.request_trace import TraceRequest, read_requests
 from pyblockpool.settings import QUEUE_VARIABLE
 
@@ -216,6 +219,94 @@ def test_rounds_start_from_canonical_order(replay_with: Replay, queue: str) -> N
     assert vllm.prefill.blocks_per_run < found.prefill.blocks_per_run / 3
 
 
+def test_figures_by_round(replay_with: Replay) -> None:
+    """Those of the trace, or stretches; together they are what the replay says in all."""
+    requests = [dataclasses.replace(each, round=i // 10) for i, each in enumerate(chats(10, 4))]
+    for setup, sizes in ((Setup(900, 6), [10] * 4), (Setup(900, 6, rounds=3), [14, 13, 13])):
+        found = replay_with("native:extent", requests, setup)
+        engine = found.engine
+        assert [each.requests for each in engine.rounds] == sizes
+        assert (engine.label, engine.header.queue) == ("native:extent", "native:extent")
+        assert (engine.header.policy, engine.header.extent) == ("extent", 8)
+        assert engine.all.hit_tokens == sum(each.hit_tokens for each in engine.rounds)
+        assert (engine.all.prompt_tokens, engine.all.hit_tokens, engine.all.preempted) == (
+            found.prompt_tokens,
+            found.hit_tokens,
+            found.preemptions,
+        )
+        assert engine.all.groups[0].tables.contiguity == found.release
+
+
+def test_preempted_tables_are_figures_of_the_engine(replay_with: Replay) -> None:
+    found = replay_with("python", chats(12, 6), Setup(220, 5))
+    assert found.preemptions > 0
+    assert found.engine.all.preempted == found.preemptions
+    assert found.engine.all.finished == found.release.tables == 72
+    assert found.engine.all.groups[0].tables.contiguity.tables == 72 + found.preemptions
+    assert (found.engine.header.implementation, found.engine.header.policy) == ("vllm", "lru")
+
+
+def test_a_report_of_a_trace_shows_the_same(
+    replay_with: Replay, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The records of a replay, written as an engine writes them, and read back."""
+    lines: list[dict[str, Any]] = []
+
+    class Recorder(EngineFigures):
+        def add(self, record: Request) -> None:
+            super().add(record)
+            lines.append(
+                block_traces.request(
+                    record.table.tolist(),
+                    record.prompt,
+                    hit=record.hit,
+                    outcome=record.outcome,
+                    request=record.request,
+                    prefill=None,
+                )
+            )
+
+        def end_round(self) -> None:
+            super().end_round()
+            lines.append(block_traces.reset())
+
+    monkeypatch.setattr("pyblockpool.replay.EngineFigures", Recorder)
+    requests = [dataclasses.replace(each, round=i // 12) for i, each in enumerate(chats(12, 4))]
+    for queue in ("python", "native:extent"):
+        lines.clear()
+        played = replay_with(queue, requests, Setup(400, 6)).engine
+        trace = tmp_path / queue
+        block_traces.write(trace, block_traces.header(num_blocks=400), *lines)
+        (section,) = read_sections(trace)
+        read = engine_figures(section, queue, Choices())
+        assert len(read.rounds) == 4
+        assert read.as_json(1)["rounds"] == played.as_json(1)["rounds"]
+        assert read.as_json(1)["all"] == played.as_json(1)["all"]
+        assert read.first_holders.tolist() == played.first_holders.tolist()
+        assert read.last_holders.tolist() == played.last_holders.tolist()
+
+
+def test_the_shuffle_grows_under_lru_and_not_under_the_policies(replay_with: Replay) -> None:
+    """Rounds of the same prompts with a reset between them, as in vllm-project/vllm#40244."""
+    chance = random.Random(0)
+    requests = [
+        TraceRequest(
+            1600, chance.randint(100, 400), (range(1600 * prompt, 1600 * (prompt + 1)),), n
+        )
+        for n in range(6)
+        for prompt in range(4)
+        for _ in range(4)
+    ]
+    tiles: dict[str, list[float]] = {}
+    for queue in ("python", "native:sorted", "native:extent"):
+        rounds = replay_with(queue, requests, Setup(1200, 16)).engine.rounds
+        tiles[queue] = [each.groups[0].prompts.contiguity.tile_amplification for each in rounds]
+    assert tiles["python"][0] < 1.1
+    assert tiles["python"][-1] > tiles["python"][0] + 0.5
+    for queue in ("native:sorted", "native:extent"):
+        assert max(tiles[queue]) < 1.1, queue
+
+
 @pytest.mark.parametrize("queue", QUEUES)
 def test_a_request_that_does_not_fit(replay_with: Replay, queue: str) -> None:
     fits = TraceRequest(100, 10)
@@ -253,7 +344,7 @@ def test_troubles_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
         replay_each(chats(1, 1), Setup(100, 1), ["native"])
 
 
-@pytest.mark.parametrize("name", ["num_blocks", "residents", "block_size", "chunk"])
+@pytest.mark.parametrize("name", ["num_blocks", "residents", "block_size", "chunk", "rounds"])
 def test_impossible_setups_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=f"{name} must be at least"):
         dataclasses.replace(Setup(100, 2), **{name: 0})  # type: ignore[arg-type]
@@ -304,6 +395,20 @@ def test_the_command_prints_json(trace: str) -> None:
     assert figures["queue"]["policy"] == "extent"
     assert figures["hit_rate"] == figures["hit_tokens"] / figures["prompt_tokens"] > 0
     assert figures["release"]["tile_amplification"] == 1.0
+
+
+def test_the_command_tells_rounds_and_draws(trace: str, tmp_path: Path) -> None:
+    picture = tmp_path / "queues.svg"
+    arguments = [trace, "--blocks", "400", "--policy", "python", "--policy", "native:extent"]
+    ran = command(*arguments, "--rounds", "2", "--plot", str(picture))
+    assert ran.returncode == 0, ran.stderr
+    shown = [line.split()[:3] for line in ran.stdout.splitlines()]
+    assert ["python", "1", "10"] in shown
+    assert ["2", "9"] in [words[:2] for words in shown]
+    assert ["native:extent", "all", "19"] in shown
+    drawn = picture.read_text()
+    for text in ("blocks a run, in whole tables", "prefix hits", "native:extent, round 2"):
+        assert text in drawn
 
 
 def test_figures_that_there_are_none_of(tmp_path: Path) -> None:
