@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyblockpool.settings import QUEUE_VARIABLE, Settings
+from pyblockpool.settings import Settings
 
 if TYPE_CHECKING:
     from pyblockpool.plugin.patches import Applied
@@ -37,20 +37,27 @@ def register() -> None:
         NotCompiledError: the compiled module does not load.
         UnsupportedVLLMError: this vLLM lacks, or does otherwise, something that is needed.
         ConflictError: somebody else has replaced the queue, the pool, the block class or a method
-            on the way of the order reset, or the variable has changed since the first call.
+            on the way of the order reset or of the block trace, or a variable has changed since
+            the first call.
     """
     global _active
     settings = Settings.from_environ(os.environ)
     with _lock:
         if _active is None:
-            if settings.queue is not None:
+            if settings.variables():
                 _active = _Active(settings, _switch_on(settings))
         elif settings != _active.settings:
             from pyblockpool.errors import ConflictError
 
+            before, now = _active.settings.variables(), settings.variables()
+            changed = [
+                f"{name} has changed from {before.get(name)!r} to {now.get(name)!r}"
+                for name in before | now
+                if before.get(name) != now.get(name)
+            ]
             raise ConflictError(
-                f"{QUEUE_VARIABLE} has changed from '{_active.settings}' to '{settings}' in a "
-                "process in which pyblockpool is active: set it before vLLM starts"
+                f"{' and '.join(changed)} in a process in which pyblockpool is active: set it "
+                "before vLLM starts"
             )
 
 
@@ -74,26 +81,28 @@ def _switch_on(settings: Settings) -> Applied:
     from pyblockpool.errors import ConflictError, UnsupportedVLLMError
     from pyblockpool.plugin import patches, proof, surface
 
+    asked = ", ".join(f"{name}={value}" for name, value in settings.variables().items())
     troubles = [finding for finding in surface.probe(settings) if finding.error]
     if troubles:
         # Who has to act is more to the point than what is missing because of it.
         conflict = any(finding.error is ConflictError for finding in troubles)
         raise (ConflictError if conflict else UnsupportedVLLMError)(
-            f"{QUEUE_VARIABLE}={settings} cannot be done here: "
-            + "; ".join(finding.sentence for finding in troubles)
+            f"{asked} cannot be done here: " + "; ".join(finding.sentence for finding in troubles)
         )
-    try:
-        expected = proof.expected_trace(settings)
-    except Exception as error:
-        raise UnsupportedVLLMError(
-            f"{QUEUE_VARIABLE}={settings} cannot be done here: a BlockPool of vLLM "
-            f"{surface.vllm_version()} cannot be tried out ({type(error).__name__}: {error}); "
-            "install a pyblockpool made for it"
-        ) from error
-    applied = patches.Applied(patches.patches(settings))
-    if trouble := proof.counterexample(settings, expected):
-        left = applied.roll_back()
-        raise UnsupportedVLLMError(f"{QUEUE_VARIABLE}={settings} was taken back: {trouble}{left}")
+    if settings.queue is None:  # there is nothing that pools would do otherwise
+        applied = patches.Applied(patches.patches(settings))
+    else:
+        try:
+            expected = proof.expected_trace(settings)
+        except Exception as error:
+            raise UnsupportedVLLMError(
+                f"{asked} cannot be done here: a BlockPool of vLLM {surface.vllm_version()} cannot "
+                f"be tried out ({type(error).__name__}: {error}); install a pyblockpool made for it"
+            ) from error
+        applied = patches.Applied(patches.patches(settings))
+        if trouble := proof.counterexample(settings, expected):
+            left = applied.roll_back()
+            raise UnsupportedVLLMError(f"{asked} was taken back: {trouble}{left}")
 
     surface.log().info(
         "pyblockpool %s: %s, vLLM %s, pid %d",
@@ -106,10 +115,13 @@ def _switch_on(settings: Settings) -> Applied:
 
 
 def _description(settings: Settings) -> str:
+    recorded = "" if settings.trace is None else f", block tables are recorded in {settings.trace}"
+    if settings.queue is None:
+        return f"vLLM's free-block queue untouched{recorded}"
     if settings.queue == "python":
-        return "vLLM's free-block queue with the order reset"
+        return f"vLLM's free-block queue with the order reset{recorded}"
     extents = ""
     if settings.policy == "extent":
         extents = f" over extents of {f'{settings.size} blocks' if settings.size else '128 tokens'}"
         extents += ", tails packed" if settings.pack_tails else ""
-    return f"native free-block queue, policy {settings.policy}{extents}"
+    return f"native free-block queue, policy {settings.policy}{extents}{recorded}"

@@ -71,22 +71,11 @@ def order_by_id(queue: Any) -> None:
 
 def pool_stats(pool: Any) -> dict[str, Any]:
     """Figures of the free blocks of one pool, as `reset.DOCS` explains them; walks all of them."""
-    queue = pool.free_block_queue
-    free = queue.get_all_free_blocks()
+    free = pool.free_block_queue.get_all_free_blocks()
     breaks = [at for at, (a, b) in enumerate(pairwise(free), 1) if b.block_id != a.block_id + 1]
     edges = [0, *breaks, len(free)] if free else [0]
-    own_class = import_module(KV_CACHE_UTILS).FreeKVCacheBlockQueue
-    if is_native(queue):
-        of_queue = queue.stats()
-        implementation = "native"
-    else:
-        of_queue = {"policy": "lru"}
-        implementation = "vllm" if type(queue) is own_class else name_of(type(queue))
-    of_extents = ("size", "pack_tails", "clean", "aged", "early_evictions", "shortages")
     return {
-        "implementation": implementation,
-        "policy": of_queue["policy"],
-        **{name: of_queue[name] for name in of_extents if name in of_queue},
+        **queue_stats(pool.free_block_queue),
         "num_blocks": pool.num_gpu_blocks,
         "in_use": blocks_in_use(pool),
         "free": len(free),
@@ -94,6 +83,17 @@ def pool_stats(pool: Any) -> dict[str, Any]:
         "runs": len(edges) - 1,
         "longest_run": max((end - start for start, end in pairwise(edges)), default=0),
     }
+
+
+def queue_stats(queue: Any) -> dict[str, Any]:
+    """What a queue is and does: the part of `pool_stats` that looks at no block."""
+    if not is_native(queue):
+        own_class = import_module(KV_CACHE_UTILS).FreeKVCacheBlockQueue
+        implementation = "vllm" if type(queue) is own_class else name_of(type(queue))
+        return {"implementation": implementation, "policy": "lru"}
+    stats = queue.stats()
+    told = ("policy", "size", "pack_tails", "clean", "aged", "early_evictions", "shortages")
+    return {"implementation": "native", **{name: stats[name] for name in told if name in stats}}
 
 
 def is_native(queue: Any) -> bool:

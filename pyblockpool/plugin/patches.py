@@ -8,16 +8,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pyblockpool.errors import ConflictError
 from pyblockpool.plugin import surface
 from pyblockpool.plugin.placement import QueueMaker, grow_in_place
 from pyblockpool.plugin.reset import DOCS, LAYERS, Layer
 from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS, name_of
-from pyblockpool.settings import QUEUE_VARIABLE, Settings
+from pyblockpool.settings import Settings
+
+if TYPE_CHECKING:
+    from pyblockpool.plugin.recorder import Recorder
 
 RFC = "https://github.com/vllm-project/vllm/issues/40244"
+_BLOCKS_ARE_TOLD = "vLLM tells plugins of the blocks that a request gives up, or logs them itself"
 
 
 @dataclass(frozen=True)
@@ -84,21 +88,21 @@ class Applied:
         return "".join(left)
 
 
-def _accept_variable() -> Undo:
+def _accept_variable(name: str) -> Undo:
     known: dict[str, Any] = import_module("vllm.envs").environment_variables
-    if QUEUE_VARIABLE in known:
+    if name in known:
         return Undo(act=lambda: None)
 
     def getter() -> str:
         # A constant, as the values of registered variables enter the key of the torch.compile
-        # cache, and kernels do not depend on the queue. vLLM calls it at any time: never raises.
+        # cache, and kernels depend on none of ours. vLLM calls it at any time: never raises.
         return "set"
 
     def undo() -> None:
-        if known.get(QUEUE_VARIABLE) is getter:
-            del known[QUEUE_VARIABLE]
+        if known.get(name) is getter:
+            del known[name]
 
-    known[QUEUE_VARIABLE] = getter
+    known[name] = getter
     return Undo(act=undo)
 
 
@@ -148,24 +152,33 @@ def _swap_queue(queue: Any) -> Undo:
     return Undo(act=undo, obstacle=obstacle)
 
 
+# Our methods, and what each was put over: two patches may meet in a method.
+_beneath: dict[Any, Any] = {}
+
+
 def _wrap(cls: Any, name: str, wrapper: Callable[[Any], Any]) -> Undo:
     """Replace a method that a class defines by a wrapper of it."""
     original = vars(cls)[name]
     wrapped = wrapper(original)
     setattr(cls, name, wrapped)
-    return Undo(
-        act=lambda: setattr(cls, name, original),
-        obstacle=partial(_replaced_again, cls, {name: wrapped}),
-    )
+    _beneath[wrapped] = original
+
+    def undo() -> None:
+        setattr(cls, name, original)
+        _beneath.pop(wrapped, None)
+
+    return Undo(act=undo, obstacle=partial(_replaced_again, cls, {name: wrapped}))
 
 
 def _replaced_again(cls: Any, ours: Mapping[str, Any]) -> Exception | None:
     """Why methods of ours cannot be taken out of a class: somebody has put others on top."""
     for name, method in ours.items():
-        now = vars(cls).get(name)
+        top = now = vars(cls).get(name)
+        while now is not method and now in _beneath:
+            now = _beneath[now]
         if now is not method:
             return ConflictError(
-                f"{name_of(cls)}.{name} has been replaced again, by {name_of(now)}: take that "
+                f"{name_of(cls)}.{name} has been replaced again, by {name_of(top)}: take that "
                 "back first"
             )
     return None
@@ -191,24 +204,19 @@ def _extend(layer: Layer) -> Undo:
         docs.append(DOCS.get(name.removesuffix("_async")))
         method.__doc__ = "\n\n".join(filter(None, docs)) or None
         setattr(cls, name, method)
+        _beneath[method] = before.get(name)
 
     def undo() -> None:
-        for name in gained:
+        for name, method in gained.items():
             if name in before:
                 setattr(cls, name, before[name])
             else:
                 delattr(cls, name)
+            _beneath.pop(method, None)
 
     return Undo(act=undo, obstacle=partial(_replaced_again, cls, gained))
 
 
-ACCEPT_VARIABLE = Patch(
-    target="vllm.envs:environment_variables",
-    apply=_accept_variable,
-    why="vLLM warns of VLLM_ variables that it does not know, and can be told to refuse them",
-    upstream=RFC,
-    retire_when="vLLM knows the variable, or plugins can declare variables of their own",
-)
 SERVE_LINKS = Patch(
     target=f"{KV_CACHE_UTILS}:KVCacheBlock.prev_free_block, next_free_block",
     apply=_serve_links,
@@ -229,19 +237,35 @@ RESETS = tuple(
 
 
 def patches(settings: Settings) -> tuple[Patch, ...]:
-    """What a value of the variable changes, in the order in which it is applied."""
+    """What values of the variables change, in the order in which it is applied."""
+    accepted = tuple(map(_accept, settings.variables()))
+    if settings.queue is None:
+        return (*accepted, *_record(settings))
+    # A reset of the cache is recorded below the one that may go on to the order, whose own record
+    # comes second.
+    resets = (*_record(settings), *RESETS, *_record_order_resets(settings))
     if settings.queue == "python":
-        return (ACCEPT_VARIABLE, *RESETS)
+        return (*accepted, *resets)
 
     from pyblockpool import FreeBlockQueue
 
-    native = (ACCEPT_VARIABLE, SERVE_LINKS, *RESETS)
+    native = (*accepted, SERVE_LINKS, *resets)
     if settings.policy == "lru":
         return (_swap(FreeBlockQueue), *native)
     maker = QueueMaker(settings, FreeBlockQueue)
     if settings.policy == "sorted":
         return (_swap(maker), *native)
     return (_swap(maker), _resolve_size(maker), *_grow(), *native)
+
+
+def _accept(variable: str) -> Patch:
+    return Patch(
+        target="vllm.envs:environment_variables",
+        apply=partial(_accept_variable, variable),
+        why="vLLM warns of VLLM_ variables that it does not know, and can be told to refuse them",
+        upstream=RFC,
+        retire_when="vLLM knows the variable, or plugins can declare variables of their own",
+    )
 
 
 def _swap(queue: Any) -> Patch:
@@ -276,3 +300,72 @@ def _grow() -> Iterator[Patch]:
             upstream=RFC,
             retire_when="BlockPool.get_new_blocks takes the last block of the request",
         )
+
+
+def _record(settings: Settings) -> Iterator[Patch]:
+    """What the recorder listens to, but for the resets of the order."""
+    if settings.trace is None:
+        return
+    from pyblockpool.plugin import recorder
+
+    ours = recorder.Recorder(settings)
+    manager = import_module(surface.KV_CACHE_MANAGER).KVCacheManager
+    scheduler = import_module(surface.SCHEDULER).Scheduler
+    core = import_module(surface.CORE).EngineCore
+    yield _hook(scheduler, "__init__", ours.knowing_config, "it knows the model of a trace")
+    yield Patch(
+        target=f"{surface.KV_CACHE_MANAGER}:KVCacheManager.__init__",
+        apply=partial(_begin_sections, manager, ours),
+        why="here the geometry of the cache is resolved and its pool is built: a trace begins",
+        upstream=RFC,
+        retire_when=_BLOCKS_ARE_TOLD,
+    )
+    for name in surface.FREE:
+        if name in vars(manager):
+            yield _hook(manager, name, recorder.before_freeing, "a request gives up its blocks")
+    for name in surface.LOOK_UP:
+        if name in vars(manager):
+            yield _hook(
+                manager, name, recorder.after_lookup, "a request is scheduled, and with what hits"
+            )
+    yield _hook(
+        manager,
+        surface.RESET_PREFIX_CACHE,
+        recorder.after_reset("prefix_cache"),
+        "a round of a trace ends with a reset",
+    )
+    yield _hook(scheduler, surface.STEP, recorder.after_step, "a request gets its first token")
+    yield _hook(core, "shutdown", recorder.at_shutdown, "the trace of this engine ends")
+
+
+def _record_order_resets(settings: Settings) -> Iterator[Patch]:
+    if settings.trace is None:
+        return
+    from pyblockpool.plugin import recorder
+
+    yield _hook(
+        import_module(surface.KV_CACHE_MANAGER).KVCacheManager,
+        surface.RESET_ORDER,
+        recorder.after_reset("order"),
+        "a round of a trace ends with a reset",
+    )
+
+
+def _hook(cls: Any, name: str, wrapper: Callable[[Any], Any], why: str) -> Patch:
+    return Patch(
+        target=f"{cls.__module__}:{cls.__qualname__}.{name}",
+        apply=partial(_wrap, cls, name, wrapper),
+        why=f"a block trace is told here: {why}",
+        upstream=RFC,
+        retire_when=_BLOCKS_ARE_TOLD,
+    )
+
+
+def _begin_sections(manager: Any, recorder: Recorder) -> Undo:
+    undo = _wrap(manager, "__init__", recorder.beginning)
+
+    def act() -> None:
+        undo.act()
+        recorder.close()
+
+    return Undo(act=act, obstacle=undo.obstacle)

@@ -7,13 +7,13 @@ and a release that has changed it is refused, whatever it is called.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 from pyblockpool.errors import BlockQueueError, ConflictError, UnsupportedVLLMError
-from pyblockpool.settings import Settings
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings
 
 OLDEST = "0.13.0"
 KV_CACHE_UTILS = "vllm.v1.core.kv_cache_utils"
@@ -28,6 +28,7 @@ LLM_ENGINE = "vllm.v1.engine.llm_engine"
 ASYNC_LLM = "vllm.v1.engine.async_llm"
 LLM = "vllm.entrypoints.llm"
 MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+REQUEST = "vllm.v1.request"
 # The methods of vLLM's managers that allocate blocks for a request.
 ALLOCATE = ("allocate_new_blocks", "allocate_external_computed_blocks")
 
@@ -86,6 +87,27 @@ CHAIN: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 )
 LATER_IN_CHAIN = {("KVCacheCoordinator", RESET_PREFIX_CACHE): "0.30.0"}
 
+# The same of what the recorder of block tables listens to.
+FREE = ("free", "pop_blocks_for_free")
+LOOK_UP = ("get_computed_blocks", "get_computed_blocks_for_connector")
+STEP = "update_from_output"
+RECORDED: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
+    *((KV_CACHE_MANAGER, "KVCacheManager", name, ("request",)) for name in FREE + LOOK_UP),
+    (KV_CACHE_MANAGER, "KVCacheManager", RESET_PREFIX_CACHE, ()),
+    (SCHEDULER, "Scheduler", STEP, ("scheduler_output", "model_runner_output")),
+    (CORE, "EngineCore", "shutdown", ()),
+)
+# Older releases do without.
+LATER_RECORDED = {
+    ("KVCacheManager", "pop_blocks_for_free"),
+    ("KVCacheManager", "get_computed_blocks_for_connector"),
+}
+# What it asks of requests.
+REQUEST_MEMBERS = {
+    "Request": ("num_output_tokens",),
+    "RequestStatus": ("RUNNING", "WAITING_FOR_REMOTE_KVS", "is_finished", "get_finished_reason"),
+}
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -111,7 +133,7 @@ def vllm_version() -> str:
 
 
 def probe(settings: Settings) -> list[Finding]:
-    """Hold the installed vLLM against what a value of the variable needs; changes nothing.
+    """Hold the installed vLLM against what values of the variables need; changes nothing.
 
     Imports vLLM, and for ``native`` the compiled module: NotCompiledError if that does not load.
     """
@@ -228,8 +250,7 @@ def _the_blocks() -> Iterator[Finding]:
 
 
 def _the_chain() -> Iterator[Finding]:
-    missing, changed = [], []
-    for module, cls, method, parameters in CHAIN:
+    for module, cls, _, _ in CHAIN:
         owner = getattr(import_module(module), cls)
         for name in (RESET_ORDER, STATS):
             there = getattr(owner, name, None)
@@ -240,9 +261,53 @@ def _the_chain() -> Iterator[Finding]:
                     ConflictError,
                 )
                 return
-        found = vars(owner).get(method)
+    troubles = list(_troubles(CHAIN, LATER_IN_CHAIN, "the order reset", QUEUE_VARIABLE))
+    yield from troubles or [
+        Finding("the order reset can be passed through every layer of the engine")
+    ]
+
+
+def _the_recorder() -> Iterator[Finding]:
+    troubles = list(_troubles(RECORDED, LATER_RECORDED, "the block trace", TRACE_VARIABLE))
+    first = {
+        (KV_CACHE_MANAGER, "KVCacheManager"): "kv_cache_config",
+        (SCHEDULER, "Scheduler"): "vllm_config",
+    }
+    wrong = [
+        f"{cls}.__init__()"
+        for (module, cls), parameter in first.items()
+        if _parameters(getattr(import_module(module), cls).__init__)[0] not in (parameter, "*args")
+    ]
+    wrong += [
+        f"{cls}.{name}"
+        for cls, names in REQUEST_MEMBERS.items()
+        for name in names
+        if not hasattr(getattr(import_module(REQUEST), cls), name)
+    ]
+    if wrong:
+        troubles.append(
+            Finding(
+                f"vLLM {vllm_version()} has changed what the block trace is made of "
+                f"({', '.join(wrong)}). Install a pyblockpool made for this vLLM, or unset "
+                f"{TRACE_VARIABLE}",
+                UnsupportedVLLMError,
+            )
+        )
+    yield from troubles or [Finding("the blocks that requests give up can be recorded")]
+
+
+def _troubles(
+    methods: Iterable[tuple[str, str, str, tuple[str, ...]]],
+    later: Collection[tuple[str, str]],
+    purpose: str,
+    variable: str,
+) -> Iterator[Finding]:
+    """What stands against putting wrappers over methods."""
+    missing, changed = [], []
+    for module, cls, method, parameters in methods:
+        found = vars(getattr(import_module(module), cls)).get(method)
         if found is None:
-            if (cls, method) not in LATER_IN_CHAIN:
+            if (cls, method) not in later:
                 missing.append(f"{cls}.{method}()")
         elif not hasattr(found, OURS):
             takes = _parameters(found) if inspect.isfunction(found) else ()
@@ -250,21 +315,19 @@ def _the_chain() -> Iterator[Finding]:
             if inspect.isfunction(found) and takes in (parameters, ("*args", "**kwargs")):
                 continue
             if not str(getattr(found, "__module__", "")).startswith("vllm."):
-                yield _replaced(f"{cls}.{method}", found)
+                yield _replaced(f"{cls}.{method}", found, variable)
                 return
             changed.append(f"{cls}.{method}({', '.join(takes)})")
     for names, trouble in (
-        (missing, "lacks members that the order reset needs"),
-        (changed, "takes other arguments than the order reset expects"),
+        (missing, f"lacks members that {purpose} needs"),
+        (changed, f"takes other arguments than {purpose} expects"),
     ):
         if names:
             yield Finding(
                 f"vLLM {vllm_version()} {trouble}: {', '.join(names)}. Install a pyblockpool made "
-                "for this vLLM, or unset VLLM_BLOCK_QUEUE",
+                f"for this vLLM, or unset {variable}",
                 UnsupportedVLLMError,
             )
-    if not (missing or changed):
-        yield Finding("the order reset can be passed through every layer of the engine")
 
 
 def _the_classes() -> Iterator[Finding]:
@@ -320,10 +383,10 @@ def _parameters(method: Any) -> tuple[str, ...]:
     return tuple(p.name for p in parameters)
 
 
-def _replaced(where: str, by: Any) -> Finding:
+def _replaced(where: str, by: Any, variable: str = QUEUE_VARIABLE) -> Finding:
     return Finding(
         f"{where} has been replaced by {name_of(by)}, so that pyblockpool "
-        "would fight with it: switch that plugin off, or unset VLLM_BLOCK_QUEUE",
+        f"would fight with it: switch that plugin off, or unset {variable}",
         ConflictError,
     )
 
@@ -334,9 +397,12 @@ def name_of(thing: Any) -> str:
 
 
 def checks(settings: Settings) -> tuple[Callable[[], Iterator[Finding]], ...]:
-    """What a value of the variable stands on."""
+    """What values of the variables stand on."""
+    recorder = () if settings.trace is None else (_the_recorder,)
+    if settings.queue is None:
+        return recorder
     if settings.queue == "python":
-        return (_the_pool, _the_chain)
+        return (_the_pool, _the_chain, *recorder)
     native = (_the_pool, _the_queue, _the_blocks, _the_chain)
     placed = {"lru": (), "sorted": (_the_classes,), "extent": (_the_classes, _the_managers)}
-    return native + placed[settings.policy]
+    return native + placed[settings.policy] + recorder

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 
 from pyblockpool.plugin import entry
-from pyblockpool.settings import QUEUE_VARIABLE
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -20,5 +20,6 @@ def vllm_is_not_searched_for_garbage() -> None:
 def switched_off(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test begins and ends with an untouched vLLM."""
     monkeypatch.delenv(QUEUE_VARIABLE, raising=False)
+    monkeypatch.delenv(TRACE_VARIABLE, raising=False)
     yield
     entry.restore()

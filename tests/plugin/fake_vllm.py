@@ -99,6 +99,11 @@ class KVCacheManager:
     def __init__(self, kv_cache_config):
         self.coordinator = KVCacheCoordinator(kv_cache_config)
 
+    def get_computed_blocks(self, request):
+        return [], 0
+
+    def free(self, request): ...
+
     def reset_prefix_cache(self):
         return self.coordinator.reset_prefix_cache()
 """
@@ -135,12 +140,14 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.interface import SchedulerInterface
 
 class Scheduler(SchedulerInterface):
-    def __init__(self, num_gpu_blocks):
+    def __init__(self, vllm_config):  # no more than the number of blocks
         self.kv_cache_manager = KVCacheManager(
-            SimpleNamespace(num_blocks=num_gpu_blocks, kv_cache_groups=[])
+            SimpleNamespace(num_blocks=vllm_config, kv_cache_groups=[])
         )
         self.resets = []
         self.step = lambda: None
+
+    def update_from_output(self, scheduler_output, model_runner_output): ...
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         self.step()
@@ -152,6 +159,8 @@ CORE = """
 class EngineCore:
     def __init__(self, scheduler):
         self.scheduler = scheduler
+
+    def shutdown(self): ...
 
     def reset_prefix_cache(self, reset_running_requests=False, reset_connector=False):
         return self.scheduler.reset_prefix_cache(reset_running_requests, reset_connector)
@@ -224,6 +233,17 @@ class AsyncMPClient(EngineCoreClient):
         return await self._call_utility_async("reset_prefix_cache", *args, engine=engine)
 """
 
+REQUEST = """
+class Request:
+    num_output_tokens = 0
+
+class RequestStatus:
+    RUNNING, WAITING_FOR_REMOTE_KVS = range(2)
+
+    def is_finished(status): ...
+    def get_finished_reason(status): ...
+"""
+
 EXCEPTIONS = """
 class EngineDeadError(Exception): ...
 """
@@ -260,6 +280,7 @@ class LLM:
 
 # In the order of their imports.
 SOURCES = {
+    "vllm.v1.request": REQUEST,
     "vllm.v1.core.kv_cache_utils": KV_CACHE_UTILS,
     "vllm.v1.core.block_pool": BLOCK_POOL,
     "vllm.v1.core.kv_cache_coordinator": COORDINATOR,

@@ -7,6 +7,7 @@ import logging
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from pyblockpool.errors import (
     UnsupportedVLLMError,
 )
 from pyblockpool.plugin import entry, patches
-from pyblockpool.settings import QUEUE_VARIABLE, Settings
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings
 
 TARGET = "vllm.v1.core.block_pool.FreeKVCacheBlockQueue"
 
@@ -430,9 +431,151 @@ def test_a_missing_extension_stops_start_up(
     assert host.snapshot() == before
 
 
+# Block traces: VLLM_BLOCK_TRACE, beside the other variable and alone.
+
+
+@pytest.mark.parametrize("value", [None, *VALUES])
+def test_traces_beside_each_value(value: str | None) -> None:
+    environ = {TRACE_VARIABLE: "/tmp/%p.jsonl"} | ({QUEUE_VARIABLE: value} if value else {})
+    settings = Settings.from_environ(environ)
+    expected = VALUES[value] if value else Settings()
+    assert settings == replace(expected, trace="/tmp/%p.jsonl")
+    assert settings.variables() == environ
+    assert expected.variables() == ({QUEUE_VARIABLE: value} if value else {})
+
+
+@pytest.mark.parametrize("queue", [None, "native"])
+def test_a_trace_without_a_name_stops_start_up(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, queue: str | None
+) -> None:
+    monkeypatch.setenv(TRACE_VARIABLE, "")
+    if queue:
+        monkeypatch.setenv(QUEUE_VARIABLE, queue)
+    before = host.snapshot()
+    with pytest.raises(SettingsError, match=r"VLLM_BLOCK_TRACE is empty: give it the name of the"):
+        entry.register()
+    assert host.snapshot() == before
+
+
+def test_a_trace_alone(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Of another vLLM queue, too, and without our compiled one."""
+    host.load(*BENT["queue replaced"][0])
+    monkeypatch.setitem(sys.modules, "pyblockpool._queue", None)
+    monkeypatch.setenv(TRACE_VARIABLE, "/tmp/%p.jsonl")
+    before = host.snapshot()
+    with caplog.at_level(logging.INFO):
+        entry.register()
+    (line,) = caplog.messages
+    assert "queue untouched, block tables are recorded in /tmp/%p.jsonl" in line
+    changed = {name for name, value in host.snapshot().items() if before.get(name) != value}
+    assert changed == {
+        "variables",
+        "KVCacheManager.__init__",
+        "KVCacheManager.free",
+        "KVCacheManager.get_computed_blocks",
+        "KVCacheManager.reset_prefix_cache",
+        "Scheduler.__init__",
+        "Scheduler.update_from_output",
+        "EngineCore.shutdown",
+    }
+    assert list(host.envs.environment_variables) == [TRACE_VARIABLE]
+    entry.register()
+    assert len(caplog.messages) == 1
+    entry.restore()
+    assert host.snapshot() == before
+
+
 @pytest.mark.parametrize("value", VALUES)
-def test_each_patch_says_why_and_until_when(host: FakeVLLM, value: str) -> None:
-    for patch in patches.patches(VALUES[value]):
+def test_a_trace_beside_a_queue(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    """Two patches may meet in a method: both are taken back."""
+    before = host.snapshot()
+    monkeypatch.setenv(QUEUE_VARIABLE, value)
+    monkeypatch.setenv(TRACE_VARIABLE, "/tmp/%p.jsonl")
+    entry.register()
+    assert set(host.envs.environment_variables) == {QUEUE_VARIABLE, TRACE_VARIABLE}
+    entry.restore()
+    assert host.snapshot() == before
+
+
+def test_a_trace_that_changes_later_is_refused(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(QUEUE_VARIABLE, "python")
+    entry.register()
+    monkeypatch.setenv(TRACE_VARIABLE, "/tmp/late")
+    with pytest.raises(ConflictError, match=r"VLLM_BLOCK_TRACE has changed from None to '/tmp/la"):
+        entry.register()
+
+
+UNTRACEABLE: dict[str, tuple[list[tuple[str, str]], type[BlockQueueError], list[str]]] = {
+    "renamed": (
+        [("    def free(self, request): ...", "    def release(self, request): ...")],
+        UnsupportedVLLMError,
+        ["lacks members that the block trace needs: KVCacheManager.free()", "unset VLLM_BLOCK_TR"],
+    ),
+    "other arguments": (
+        [("def get_computed_blocks(self, request):", "def get_computed_blocks(self, request, n):")],
+        UnsupportedVLLMError,
+        ["other arguments", "KVCacheManager.get_computed_blocks(request, n)"],
+    ),
+    "other constructor": (
+        [("def __init__(self, vllm_config):", "def __init__(self, config, vllm_config=9):")],
+        UnsupportedVLLMError,
+        ["has changed what the block trace is made of (Scheduler.__init__())"],
+    ),
+    "other requests": (
+        [("    num_output_tokens = 0\n", "    x = 0\n"), ("WAITING_FOR_REMOTE_KVS", "LOADING")],
+        UnsupportedVLLMError,
+        ["(Request.num_output_tokens, RequestStatus.WAITING_FOR_REMOTE_KVS)", "VLLM_BLOCK_TRACE"],
+    ),
+    "replaced": (
+        [
+            (
+                "    def free(self, request): ...",
+                "    free = lambda self: None\n    free.__module__ = 'rival.trace'",
+            )
+        ],
+        ConflictError,
+        ["KVCacheManager.free has been replaced by rival.trace", "unset VLLM_BLOCK_TRACE"],
+    ),
+    "no engine core": (
+        [("class EngineCore:", "class Engine:")],
+        UnsupportedVLLMError,
+        ["EngineCore"],
+    ),
+}
+
+
+@pytest.mark.parametrize("queue", [None, "native"])
+@pytest.mark.parametrize("bent", UNTRACEABLE)
+def test_what_cannot_be_recorded_is_refused_in_sentences(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, bent: str, queue: str | None
+) -> None:
+    edits, error, words = UNTRACEABLE[bent]
+    host.load(*edits)
+    before = host.snapshot()
+    monkeypatch.setenv(TRACE_VARIABLE, "/tmp/%p.jsonl")
+    if queue:
+        monkeypatch.setenv(QUEUE_VARIABLE, queue)
+    with pytest.raises(error) as caught:
+        entry.register()
+    for word in ["VLLM_BLOCK_TRACE=/tmp/%p.jsonl", *words]:
+        assert word in str(caught.value)
+    assert host.snapshot() == before
+
+
+@pytest.mark.parametrize("trace", [None, "/tmp/%p.jsonl"])
+@pytest.mark.parametrize("value", [None, *VALUES])
+def test_each_patch_says_why_and_until_when(
+    host: FakeVLLM, value: str | None, trace: str | None
+) -> None:
+    settings = replace(VALUES[value] if value else Settings(), trace=trace)
+    assert bool(patches.patches(settings)) == bool(value or trace)
+    for patch in patches.patches(settings):
         assert patch.target.startswith("vllm.")
         assert patch.upstream.startswith("https://github.com/vllm-project/vllm/")
         assert min(len(patch.why), len(patch.retire_when)) > 20

@@ -28,11 +28,12 @@ def native(monkeypatch: pytest.MonkeyPatch) -> None:
     entry.register()
 
 
+@pytest.mark.parametrize("trace", [None, "trace.jsonl"])
 @pytest.mark.parametrize("policy", ["lru", "sorted", "extent"])
-def test_probe_finds_all_that_is_needed(policy: str) -> None:
+def test_probe_finds_all_that_is_needed(policy: str, trace: str | None) -> None:
     if policy != "lru" and not splits_by_hash():
         pytest.skip("placement needs vLLM 0.24.0 or later")
-    settings = Settings("native", policy)
+    settings = Settings("native", policy, trace=trace)
     findings = surface.probe(settings)
     assert len(findings) == len(surface.checks(settings))
     assert [finding.sentence for finding in findings if finding.error] == []

@@ -1,0 +1,384 @@
+"""The recorder behind VLLM_BLOCK_TRACE: what vLLM's engine core does with blocks, for a trace file.
+
+It listens where a KVCacheManager frees the blocks of a request (at its end, at an abort, at a
+preemption) and where it is reset; for the time that a prefill takes, where it searches the prefix
+cache for a request, and once at the end of each step. Nothing is hooked into what happens for each
+running request in each step. The hooks copy block ids; `trace_writer.py` makes text of them, in a
+thread of its own.
+
+Whatever goes wrong here ends the recording with a warning, and leaves the engine alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import multiprocessing
+import os
+import weakref
+from array import array
+from collections.abc import Callable
+from contextlib import suppress
+from contextvars import ContextVar
+from datetime import datetime, timezone
+from importlib import import_module
+from multiprocessing.util import Finalize
+from time import monotonic
+from typing import Any
+
+from pyblockpool import __version__
+from pyblockpool.plugin import surface
+from pyblockpool.plugin.order import queue_stats
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings
+from pyblockpool.trace_writer import ResetRecord, TableRecord, TraceWriter
+
+Method = Callable[..., Any]
+
+# The attribute of a KVCacheManager that is being recorded.
+_SECTION = "_pyblockpool_section"
+# That of a request with its first token: tokens found in the prefix cache, seconds of its prefill.
+_PREFILL = "_pyblockpool_prefill"
+# The configuration of the scheduler that is being built. A scheduler that does not derive from
+# vLLM's builds its KVCacheManager without one.
+_config: ContextVar[Any] = ContextVar("vllm_config", default=None)
+
+
+class Section:
+    """The recording of one engine, kept by its KVCacheManager.
+
+    Its methods are called by vLLM's thread, and do not raise.
+
+    Attributes:
+        waiting: requests that have no token since the prefix cache was searched for them: when
+            they were scheduled; tokens that they had by then (some, after a preemption); tokens
+            found.
+        in_step: the output of a step is being dealt with.
+    """
+
+    def __init__(self, manager: Any, writer: TraceWriter, sees_steps: bool) -> None:
+        self.writer = writer
+        self.waiting: dict[Any, tuple[float, int, int]] = {}
+        self.in_step = False
+        self._sees_steps = sees_steps
+        status = import_module(surface.REQUEST).RequestStatus
+        self._running, self._loading = status.RUNNING, status.WAITING_FOR_REMOTE_KVS
+        self._outcomes = {each: _outcome(status, each) for each in status}
+        # When the manager goes, or the process, whatever of both comes first: a process of
+        # multiprocessing runs no other exit hooks.
+        self.close = Finalize(manager, writer.close, exitpriority=0)
+
+    def looked_up(self, manager: Any, request: Any, found: Any) -> None:
+        """In the step that schedules it, or tries to; found: blocks, their tokens, and more."""
+        try:
+            if self.writer.is_over:
+                self._leave(manager)
+            elif self._sees_steps:
+                self.waiting[request] = monotonic(), request.num_output_tokens, found[1]
+            else:
+                setattr(request, _PREFILL, (found[1], None))
+        except Exception as error:
+            self._give_up(manager, error)
+
+    def stepped(self, manager: Any) -> None:
+        """The output of a step has been dealt with, and requests wait for a token."""
+        try:
+            now = monotonic()
+            for request, (since, tokens, hit) in list(self.waiting.items()):
+                if request.num_output_tokens > tokens:
+                    # Kept by the request itself: it goes with it, however that ends.
+                    setattr(request, _PREFILL, (hit, now - since))
+                    del self.waiting[request]
+                elif request.status == self._loading:  # and will be scheduled without a search
+                    self.waiting[request] = now, tokens, hit
+                elif request.status != self._running:  # no room for it: there will be a search
+                    del self.waiting[request]
+        except Exception as error:
+            self._give_up(manager, error)
+
+    def freed(self, manager: Any, request: Any) -> None:
+        """Just before the blocks are given up."""
+        try:
+            if self.writer.is_over:
+                self._leave(manager)
+                return
+            now = monotonic()
+            request_id = request.request_id
+            tables = []
+            blocks = 0
+            for group, each in enumerate(manager.coordinator.single_type_managers):
+                # A tier in host memory has a pool, and so ids, of its own.
+                if each.block_pool is manager.block_pool:
+                    # Now, when the processor needs the blocks anyway, and not later.
+                    ids = [block.block_id for block in each.req_to_blocks.get(request_id, ())]
+                    tables.append((group, array("i", ids)))
+                    blocks += len(ids)
+            if waiting := self.waiting.pop(request, None):
+                since, tokens, hit = waiting
+                has_token = self.in_step and request.num_output_tokens > tokens
+                prefill = now - since if has_token else None
+            else:
+                hit, prefill = vars(request).pop(_PREFILL, (0, None))
+            self.writer.put(
+                TableRecord(
+                    now,
+                    request_id,
+                    self._outcomes[request.status],
+                    request.num_prompt_tokens,
+                    request.num_computed_tokens,
+                    hit if blocks else 0,  # found, but never taken
+                    prefill,
+                    tables,
+                ),
+                blocks,
+            )
+        except Exception as error:
+            self._give_up(manager, error)
+
+    def was_reset(self, manager: Any, what: str, done: bool) -> None:
+        try:
+            self.writer.put(ResetRecord(monotonic(), what, bool(done)))
+        except Exception as error:
+            self._give_up(manager, error)
+
+    def _give_up(self, manager: Any, error: Exception) -> None:
+        self.writer.stop()
+        self._leave(manager)
+        surface.log().warning(
+            "The recording of block tables has ended: %s: %s", type(error).__name__, error
+        )
+
+    def _leave(self, manager: Any) -> None:
+        self.waiting.clear()
+        with suppress(Exception):
+            setattr(manager, _SECTION, None)
+
+
+def _outcome(statuses: Any, status: Any) -> str:
+    if statuses.is_finished(status):
+        return str(statuses.get_finished_reason(status)).lower()
+    # While a request runs, only a preemption takes its blocks.
+    name: str = status.name
+    return "preempted" if name in ("RUNNING", "PREEMPTED") else name.lower()
+
+
+def section_of(manager: Any) -> Section | None:
+    """The recording of a KVCacheManager, if there is one."""
+    section: Section | None = getattr(manager, _SECTION, None)
+    return section
+
+
+class Recorder:
+    """The wrappers that are put over methods of vLLM, and the sections that are open."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._sections: weakref.WeakSet[Section] = weakref.WeakSet()
+
+    def close(self) -> None:
+        """End all sections."""
+        for section in list(self._sections):
+            section.close()
+
+    def knowing_config(self, original: Method) -> Method:
+        """For the constructor of Scheduler, in which the KVCacheManager is built."""
+
+        @functools.wraps(original)
+        def __init__(scheduler: Any, *args: Any, **kwargs: Any) -> None:
+            before = _config.set(kwargs.get("vllm_config", args[0] if args else None))
+            try:
+                original(scheduler, *args, **kwargs)
+            finally:
+                _config.reset(before)
+
+        return __init__
+
+    def beginning(self, original: Method) -> Method:
+        """For the constructor of KVCacheManager."""
+
+        @functools.wraps(original)
+        def __init__(manager: Any, *args: Any, **kwargs: Any) -> None:
+            original(manager, *args, **kwargs)
+            self._begin(manager)
+
+        return __init__
+
+    def _begin(self, manager: Any) -> None:
+        path = str(self._settings.trace).replace("%p", str(os.getpid()))
+        try:
+            config = _config.get()
+            writer = self._open(path, _header(self._settings, manager, config))
+            try:
+                section = Section(manager, writer, sees_steps=config is not None)
+                setattr(manager, _SECTION, section)
+                self._sections.add(section)
+            except BaseException:
+                writer.stop()
+                raise
+        except BlockingIOError:
+            surface.log().warning(
+                "%s=%s: another engine writes to this file; this one (pid %d) is not recorded. Put "
+                "%%p into the name: it becomes the process id",
+                TRACE_VARIABLE,
+                self._settings.trace,
+                os.getpid(),
+            )
+        except OSError as error:
+            surface.log().warning(
+                "%s=%s: nothing is recorded, as the file cannot be written: %s",
+                TRACE_VARIABLE,
+                self._settings.trace,
+                error.strerror or error,
+            )
+        except Exception as error:
+            surface.log().warning(
+                "%s=%s: nothing is recorded: %s: %s",
+                TRACE_VARIABLE,
+                self._settings.trace,
+                type(error).__name__,
+                error,
+            )
+        else:
+            surface.log().info("Recording block tables in %s", path)
+
+    def _open(self, path: str, header: dict[str, Any]) -> TraceWriter:
+        try:
+            return TraceWriter(path, header, surface.log().warning)
+        except BlockingIOError:
+            if all(section.writer.is_over for section in self._sections):
+                raise
+        gc.collect()  # an engine of this process that was dropped may be a cycle, and still there
+        return TraceWriter(path, header, surface.log().warning)
+
+
+def before_freeing(original: Method) -> Method:
+    """For the methods of KVCacheManager that take the blocks of a request away."""
+
+    @functools.wraps(original)
+    def free(manager: Any, request: Any) -> Any:
+        section = section_of(manager)
+        if section is not None:
+            section.freed(manager, request)
+        return original(manager, request)
+
+    return free
+
+
+def after_lookup(original: Method) -> Method:
+    """For the methods of KVCacheManager that search the prefix cache for a request."""
+
+    @functools.wraps(original)
+    def get_computed_blocks(manager: Any, request: Any) -> Any:
+        found = original(manager, request)
+        section = section_of(manager)
+        if section is not None:
+            section.looked_up(manager, request, found)
+        return found
+
+    return get_computed_blocks
+
+
+def after_step(original: Method) -> Method:
+    """For ``Scheduler.update_from_output``."""
+
+    @functools.wraps(original)
+    def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+        manager = getattr(scheduler, "kv_cache_manager", None)
+        section = section_of(manager)
+        if section is None:
+            return original(scheduler, *args, **kwargs)
+        section.in_step = True
+        outputs = original(scheduler, *args, **kwargs)
+        section.in_step = False
+        if section.waiting:
+            section.stepped(manager)
+        return outputs
+
+    return update_from_output
+
+
+def after_reset(what: str) -> Callable[[Method], Method]:
+    """For the resets of KVCacheManager."""
+
+    def wrapper(original: Method) -> Method:
+        @functools.wraps(original)
+        def reset(manager: Any, *args: Any, **kwargs: Any) -> Any:
+            done = original(manager, *args, **kwargs)
+            section = section_of(manager)
+            if section is not None:
+                section.was_reset(manager, what, done)
+            return done
+
+        return reset
+
+    return wrapper
+
+
+def at_shutdown(original: Method) -> Method:
+    """For ``EngineCore.shutdown``, after which the process may be killed."""
+
+    @functools.wraps(original)
+    def shutdown(core: Any, *args: Any, **kwargs: Any) -> Any:
+        section = section_of(getattr(getattr(core, "scheduler", None), "kv_cache_manager", None))
+        if section is not None:
+            section.close()
+        return original(core, *args, **kwargs)
+
+    return shutdown
+
+
+def _header(settings: Settings, manager: Any, config: Any) -> dict[str, Any]:
+    """What the pool is really like, as the engine has resolved it."""
+    pool = manager.block_pool
+    queue = queue_stats(pool.free_block_queue)
+    coordinator = manager.coordinator
+    groups = zip(
+        coordinator.single_type_managers, coordinator.kv_cache_config.kv_cache_groups, strict=True
+    )
+    return {
+        "pyblockpool": __version__,
+        "vllm": surface.vllm_version(),
+        "queue": settings.variables().get(QUEUE_VARIABLE),
+        "policy": queue["policy"],
+        "implementation": queue["implementation"],
+        "extent": queue["size"] if queue["policy"] == "extent" else None,
+        "model": None if config is None else config.model_config.model,
+        "attention": None if config is None else _attention(config, coordinator.kv_cache_config),
+        "pid": os.getpid(),
+        "dp_rank": None if config is None else _dp_rank(config.parallel_config),
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "num_blocks": pool.num_gpu_blocks,
+        "caching": bool(manager.enable_caching),
+        "groups": [
+            {
+                # Under context parallelism, of the whole sequence: each rank has a part of them.
+                "block_size": each.block_size,
+                "kind": type(each.kv_cache_spec).__name__,
+                "layers": len(group.layer_names),
+            }
+            for each, group in groups
+        ],
+    }
+
+
+def _attention(config: Any, kv_cache_config: Any) -> str | None:
+    """The backends of the layers that have a KV cache, or the one that was asked for."""
+    # Only in the process that runs the model are there layers to ask.
+    layers = config.compilation_config.static_forward_context
+    asked = [
+        getattr(layers.get(name), "get_attn_backend", None)
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+    ]
+    if names := {ask().get_name() for ask in asked if ask is not None}:
+        return ", ".join(sorted(names))
+    backend = getattr(getattr(config, "attention_config", None), "backend", None)
+    return None if backend is None else str(backend.name)
+
+
+def _dp_rank(parallel_config: Any) -> int | None:
+    """None without data parallelism."""
+    rank = getattr(parallel_config, "data_parallel_index", parallel_config.data_parallel_rank)
+    # vLLM makes the ranks of a dense model independent, as if each were the only one. What is left
+    # of rank 0 is the name of its process.
+    named = multiprocessing.current_process().name.startswith("EngineCore_DP")
+    return int(rank) if rank or named or parallel_config.data_parallel_size > 1 else None
