@@ -1,4 +1,4 @@
-"""What is installed, and what ``VLLM_BLOCK_QUEUE`` would do here.
+"""What is installed, and what ``VLLM_BLOCK_QUEUE`` and ``VLLM_BLOCK_TRACE`` would do here.
 
 `diagnose()` looks in a process of its own, which ends with the answer. vLLM writes into the
 environment of a process that imports it and logs to its stdout, the queue is tried out there, and
@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 from pyblockpool.errors import BlockQueueError
-from pyblockpool.settings import QUEUE_VARIABLE
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE
 
-VARIABLES = (QUEUE_VARIABLE,)
+VARIABLES = (QUEUE_VARIABLE, TRACE_VARIABLE)
 
 # good: as it should be; note: works, but know this; bad: does not work, with the fix; unknown:
 # cannot be told, with the reason.

@@ -7,13 +7,14 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from typing import Any
 
 from pyblockpool.doctor import VARIABLES, Remark, reason
 from pyblockpool.errors import SettingsError
 from pyblockpool.plugin import surface
 from pyblockpool.plugin.installation import GENERAL_PLUGINS, NAME
-from pyblockpool.settings import QUEUE_VARIABLE, QUEUES, Settings
+from pyblockpool.settings import QUEUE_VARIABLE, QUEUES, TRACE_VARIABLE, Settings
 
 PLUGINS = "VLLM_PLUGINS"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
@@ -30,10 +31,38 @@ def what_is_asked() -> tuple[Settings, list[Remark]]:
     except SettingsError as error:
         return Settings(), [Remark("environment", "bad", str(error))]
     if settings.queue is None:
-        sentence = f"{QUEUE_VARIABLE} is not set: vLLM stays as it is"
+        sentence = f"{QUEUE_VARIABLE} is not set: vLLM's queue stays as it is"
     else:
         sentence = f"{QUEUE_VARIABLE}={settings} is set ({meaning(settings)})"
-    return settings, [Remark("environment", "good", sentence)]
+    return settings, [Remark("environment", "good", sentence), _trace(settings.trace)]
+
+
+def _trace(file: str | None) -> Remark:
+    """Whether a trace could be written; its file is left alone."""
+    if file is None:
+        sentence = f"{TRACE_VARIABLE} is not set: block tables are not recorded"
+        return Remark("environment", "good", sentence)
+    path = Path(file.replace("%p", str(os.getpid()))).absolute()
+    trouble = ""
+    if not path.parent.is_dir():
+        trouble = f"there is no folder {path.parent}"
+    elif path.exists() and not path.is_file():
+        trouble = "that is not a regular file"
+    elif not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
+        trouble = f"{path if path.exists() else path.parent} is not writable"
+    if trouble:
+        sentence = (
+            f"{TRACE_VARIABLE}={file} would record nothing: {trouble}. (The engine would run, with "
+            "a warning.) Name a file that can be written"
+        )
+        return Remark("environment", "bad", sentence)
+    kept = ", behind what is there" if path.exists() else ""
+    meant = " (%p: the process id of the engine)" if "%p" in file else ""
+    sentence = (
+        f"{TRACE_VARIABLE} is set: block tables would be recorded in {Path(file).absolute()}{kept}"
+        f"{meant}"
+    )
+    return Remark("environment", "good", sentence)
 
 
 def meaning(settings: Settings) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from pyblockpool.doctor import (
@@ -80,7 +81,9 @@ def _without_cuda(torch: Any | None) -> Iterator[None]:
 def _examine(question: Question, torch: Any | None, troubles: list[Remark]) -> Diagnosis:
     asked = asked_for()
     settings, remarks = environment.what_is_asked()
-    compiled, found = installation.compiled_modules(queue_needed=settings.queue != "python")
+    compiled, found = installation.compiled_modules(
+        queue_needed=settings.queue == "native" or not asked
+    )
     remarks += found
     remarks += installation.copies()
     remarks += installation.found_by_vllm()
@@ -91,7 +94,7 @@ def _examine(question: Question, torch: Any | None, troubles: list[Remark]) -> D
     remarks += environment.whether_loaded(asked)
     outcomes: list[Outcome] = []
     attention: Attention | None = None
-    probed = settings if settings.queue else Settings("native")
+    probed = settings if settings.variables() else Settings("native")
     trouble = installation.engine_trouble() if vllm is not None else None
     if trouble is not None:
         remarks.append(trouble)
@@ -99,7 +102,10 @@ def _examine(question: Question, torch: Any | None, troubles: list[Remark]) -> D
         remarks += environment.switches()
         remarks += environment.other_plugins(run=question.load_plugins)
         remarks += _probe(probed)
-        outcomes = [_outcome(each) for each in dict.fromkeys((*VALUES, probed))]
+        if settings.trace is not None:
+            remarks += _trial_of_trace(settings, remarks)
+        values = (*VALUES, replace(probed, trace=None)) if probed.queue else VALUES
+        outcomes = [_outcome(each) for each in dict.fromkeys(values)]
         try:
             attention, found = examine_attention(question)
             remarks += found
@@ -108,11 +114,13 @@ def _examine(question: Question, torch: Any | None, troubles: list[Remark]) -> D
         except Exception as error:
             sentence = f"cannot tell which attention backends there are: {reason(error)}"
             remarks.append(Remark("attention", "unknown", sentence))
-    works = any(each.works and each.value == str(settings) for each in outcomes)
+    works = settings.trace is not None and bool(outcomes)
+    if settings.queue is not None:
+        works = any(each.works and each.value == str(settings) for each in outcomes)
     return Diagnosis(
         asked=asked,
         works=not asked or (works and not any(remark.level == "bad" for remark in remarks)),
-        probed=assignments({QUEUE_VARIABLE: str(probed)}),
+        probed=assignments(probed.variables()),
         facts=facts,
         remarks=tuple(remarks),
         outcomes=tuple(outcomes),
@@ -126,6 +134,13 @@ def _probe(settings: Settings) -> Iterator[Remark]:
             yield Remark("probe", "bad" if finding.error else "good", finding.sentence)
     except NotCompiledError as error:
         yield Remark("probe", "bad", str(error))
+
+
+def _trial_of_trace(settings: Settings, remarks: list[Remark]) -> Iterator[Remark]:
+    """What stands against all that is asked for, as far as it is not told yet."""
+    obstacle = _obstacle(settings.variables())
+    if obstacle and not any(remark.sentence in obstacle for remark in remarks):
+        yield Remark("probe", "bad", obstacle)
 
 
 def _outcome(settings: Settings) -> Outcome:

@@ -16,7 +16,7 @@ import pyblockpool
 from pyblockpool.doctor import Diagnosis, Question, Remark, diagnose
 from pyblockpool.plugin import environment, installation
 from pyblockpool.plugin.examination import examine
-from pyblockpool.settings import QUEUE_VARIABLE
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE
 
 VALUES = ["python", "native", "native:sorted", "native:extent"]
 VARIABLES = (*environment.SWITCHES, "VLLM_PLUGINS")
@@ -56,7 +56,8 @@ def test_nothing_is_asked_for(host: FakeVLLM) -> None:
     diagnosis = examine(Question())
     assert (diagnosis.asked, diagnosis.works) == ({}, True)
     assert diagnosis.probed == "VLLM_BLOCK_QUEUE=native"
-    assert said(diagnosis, "VLLM_BLOCK_QUEUE is not set: vLLM stays as it is").level == "good"
+    assert said(diagnosis, "VLLM_BLOCK_QUEUE is not set: vLLM's queue stays").level == "good"
+    assert said(diagnosis, "VLLM_BLOCK_TRACE is not set: block tables are not").level == "good"
     assert [outcome.value for outcome in diagnosis.outcomes] == VALUES
     assert not [remark for remark in diagnosis.remarks if remark.level == "bad"]
     assert diagnosis.facts is not None
@@ -244,6 +245,55 @@ def test_a_switch_that_vllm_cannot_read(envs: FakeVLLM, monkeypatch: pytest.Monk
     diagnosis = look(monkeypatch, VLLM_SERVER_DEV_MODE="yes", VLLM_BLOCK_QUEUE="native")
     assert said(diagnosis, "vLLM cannot read VLLM_SERVER_DEV_MODE='yes'", "0 or 1").level == "bad"
     assert not diagnosis.works
+
+
+def test_a_trace_that_would_be_recorded(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Nothing is written, not even where vLLM's queue stays."""
+    file = tmp_path / "trace-%p.jsonl"
+    diagnosis = look(monkeypatch, VLLM_BLOCK_TRACE=str(file))
+    assert (diagnosis.asked, diagnosis.works) == ({TRACE_VARIABLE: str(file)}, True)
+    assert diagnosis.probed == f"{TRACE_VARIABLE}={file}"
+    assert said(diagnosis, "would be recorded in", f"{file} (%p: the process id").level == "good"
+    assert said(diagnosis, "the blocks that requests give up can be recorded").topic == "probe"
+    assert [outcome.value for outcome in diagnosis.outcomes] == VALUES
+    diagnosis = look(monkeypatch, VLLM_BLOCK_QUEUE="native")
+    assert diagnosis.works
+    assert diagnosis.probed == f"{QUEUE_VARIABLE}=native {TRACE_VARIABLE}={file}"
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "trace").touch()
+    monkeypatch.setenv(TRACE_VARIABLE, str(tmp_path / "trace"))
+    assert said(examine(Question()), f"{tmp_path}/trace, behind what is there").level == "good"
+
+
+@pytest.mark.parametrize(
+    ("file", "trouble"),
+    [
+        ("", "VLLM_BLOCK_TRACE is empty"),
+        ("gone/trace.jsonl", "there is no folder"),
+        ("folder", "that is not a regular file"),
+    ],
+)
+def test_a_trace_that_could_not_be_written(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, trouble: str
+) -> None:
+    (tmp_path / "folder").mkdir()
+    diagnosis = look(monkeypatch, VLLM_BLOCK_TRACE=file, VLLM_BLOCK_QUEUE="native")
+    assert said(diagnosis, trouble).level == "bad"
+    assert not diagnosis.works
+
+
+def test_a_trace_that_vllm_does_not_allow(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    host.load(("def update_from_output", "def update"))
+    diagnosis = look(monkeypatch, VLLM_BLOCK_TRACE=str(tmp_path / "trace"))
+    assert not diagnosis.works
+    assert (
+        said(diagnosis, "that the block trace needs: Scheduler.update_from_output()").level == "bad"
+    )
+    assert all(outcome.works for outcome in diagnosis.outcomes)
 
 
 # --- what is installed
