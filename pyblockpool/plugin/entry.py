@@ -81,7 +81,7 @@ def _switch_on(settings: Settings) -> Applied:
     from pyblockpool.errors import ConflictError, UnsupportedVLLMError
     from pyblockpool.plugin import patches, proof, surface
 
-    asked = ", ".join(f"{name}={value}" for name, value in settings.variables().items())
+    asked = " ".join(f"{name}={value}" for name, value in settings.variables().items())
     troubles = [finding for finding in surface.probe(settings) if finding.error]
     if troubles:
         # Who has to act is more to the point than what is missing because of it.
