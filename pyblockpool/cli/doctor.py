@@ -13,7 +13,7 @@ from typing import get_args
 from rich.console import Console, ConsoleOptions
 from rich.text import Text
 
-from pyblockpool.cli.arguments import Verbs, at_least
+from pyblockpool.cli.arguments import Verbs, add_verb, at_least
 from pyblockpool.cli.terminal import show, show_json
 from pyblockpool.doctor import (
     Attention,
@@ -46,20 +46,17 @@ READS = {
 
 def add_to(verbs: Verbs) -> None:
     """Add the verb ``doctor``."""
-    doctor = verbs.add_parser(
+    doctor = add_verb(
+        verbs,
         "doctor",
-        help=f"what is installed, and what {QUEUE_VARIABLE} would do here",
-        formatter_class=argparse.RawDescriptionHelpFormatter,  # keeps the example in one line
-        description=textwrap.fill(
-            "Look at the installed vLLM and at the environment: whether what "
-            f"{QUEUE_VARIABLE} asks for would work, what each of its values could do, and whether "
-            "scattered blocks can cost prefill time with the attention backend that is used. "
-            "Nothing is changed, no GPU memory is taken, and a server may be running. It takes as "
-            "long as importing vLLM does. The exit status is 0 if what the environment asks for "
-            "would work, or if it asks for nothing; 1 if not; 2 for bad usage.",
-            80,
-        ),
-        epilog="example:\n  pyblockpool doctor --attention-backend FLEX_ATTENTION --block-size 16",
+        summary=f"what is installed, and what {QUEUE_VARIABLE} would do here",
+        description="Look at the installed vLLM and at the environment: whether what "
+        f"{QUEUE_VARIABLE} asks for would work, what each of its values could do, and whether "
+        "scattered blocks can cost prefill time with the attention backend that is used. "
+        "Nothing is changed, no GPU memory is taken, and a server may be running. It takes as "
+        "long as importing vLLM does. The exit status is 0 if what the environment asks for "
+        "would work, or if it asks for nothing; 1 if not; 2 for bad usage.",
+        example="pyblockpool doctor --attention-backend FLEX_ATTENTION --block-size 16",
     )
     doctor.set_defaults(run=partial(_doctor, doctor))
     doctor.add_argument(
