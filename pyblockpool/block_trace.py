@@ -20,8 +20,7 @@ import numpy as np
 
 from pyblockpool.contiguity import Table
 from pyblockpool.errors import TraceError
-
-FORMAT = 1
+from pyblockpool.trace_writer import FORMAT
 
 # Requests that lost their blocks and will start again: their last record is still to come.
 PREEMPTED = "preempted"
