@@ -31,6 +31,7 @@ def engine_environment(record: Path, block_queue: str | None) -> dict[str, str]:
     """
     environment = dict(os.environ)
     environment.pop("VLLM_BLOCK_QUEUE", None)
+    environment.pop("VLLM_BLOCK_TRACE", None)
     if block_queue is not None:
         environment["VLLM_BLOCK_QUEUE"] = block_queue
     # The engine core is a spawned process: it finds the recording scheduler through PYTHONPATH.

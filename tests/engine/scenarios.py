@@ -31,6 +31,7 @@ class Stage:
         self.engine = llm.llm_engine
         self.pool = self.engine.engine_core.engine_core.scheduler.kv_cache_manager.block_pool
         self.scenes: dict[str, dict[str, Any]] = {}
+        self.prefills: dict[str, float] = {}  # in seconds, as vLLM measures them
         self._number = 0
 
     def add(self, prompt: list[int], output: int) -> str:
@@ -52,6 +53,8 @@ class Stage:
             limit -= 1
             for output in self.engine.step():
                 if output.finished:
+                    times = output.metrics
+                    self.prefills[output.request_id] = times.first_token_ts - times.scheduled_ts
                     ended[output.request_id] = {
                         "tokens": list(output.outputs[0].token_ids),
                         "cached": output.num_cached_tokens,
@@ -140,7 +143,12 @@ def main(model: str, out: str) -> None:
         for scenario in SCENARIOS:
             scenario(stage)
         native = type(stage.pool.free_block_queue) is pyblockpool.FreeBlockQueue
-    result = {"pid": os.getpid(), "native": native, "scenes": stage.scenes}
+    result = {
+        "pid": os.getpid(),
+        "native": native,
+        "scenes": stage.scenes,
+        "prefills": stage.prefills,
+    }
     Path(out).write_text(json.dumps(result), encoding="utf-8")
 
 
