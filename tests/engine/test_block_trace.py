@@ -19,6 +19,8 @@ pytestmark = pytest.mark.engine
 Line = dict[str, Any]
 Play = dict[str, Any]
 RunScript = Callable[..., Play]
+# vLLM gives an engine core 5 s to end, which a busy machine may not: then the last line is missing.
+KILLED = "force killing remaining process"
 REASONS = {"FINISHED_LENGTH_CAPPED": "length", "FINISHED_ABORTED": "abort"}
 
 
@@ -74,8 +76,18 @@ def requests_of(trace: list[Line]) -> list[Line]:
     return [line for line in trace if "request" in line]
 
 
-def check_against_the_scheduler(trace: list[Line], record: list[Line]) -> None:
+def check_end(trace: list[Line], log: str) -> None:
+    if "end" not in trace[-1]:
+        assert KILLED in log
+        return
+    end = trace[-1]
+    assert (end["end"], end["requests"], end["lost"]) == ("closed", len(requests_of(trace)), 0)
+
+
+def check_against_the_scheduler(play: Play) -> None:
     """Each request that ended, with its table; each preemption; each reset; and the last line."""
+    (trace,) = play["traces"]
+    record = play["record"]
     ended = [line for line in requests_of(trace) if line["outcome"] != "preempted"]
     noted = [line for line in record if line["kind"] == "request"]
     assert len(ended) == len(noted) > 0
@@ -104,9 +116,7 @@ def check_against_the_scheduler(trace: list[Line], record: list[Line]) -> None:
     assert resets == [line["success"] for line in record if line["kind"] == "reset"]
     times = [line["t"] for line in trace[1:]]
     assert times == sorted(times)
-    end = trace[-1]
-    assert end["end"] == "closed"
-    assert (end["requests"], end["lost"]) == (len(requests_of(trace)), 0)
+    check_end(trace, play["log"])
 
 
 # In one process.
@@ -129,7 +139,7 @@ def in_process(run_script: RunScript) -> dict[str, Play]:
 def test_in_one_process(in_process: dict[str, Play], name: str) -> None:
     play = in_process[name]
     (trace,) = play["traces"]
-    check_against_the_scheduler(trace, play["record"])
+    check_against_the_scheduler(play)
     outcomes = Counter(line["outcome"] for line in requests_of(trace))
     assert set(outcomes) == {"length", "abort", "preempted"}
     assert outcomes["abort"] == 3
@@ -205,7 +215,7 @@ def test_in_a_process_of_its_own(multi_process: dict[str, Play], name: str) -> N
     play = multi_process[name]
     assert play["scheduling"]
     (trace,) = play["traces"]
-    check_against_the_scheduler(trace, play["record"])
+    check_against_the_scheduler(play)
     header = trace[0]
     assert [header["pid"]] == [line["pid"] for line in play["record"] if line["kind"] == "engine"]
     assert header["policy"] == ("extent" if name == "extent" else "lru")
@@ -216,7 +226,7 @@ def test_in_a_process_of_its_own(multi_process: dict[str, Play], name: str) -> N
 def test_through_all_resets(run_script: RunScript) -> None:
     play = run_script("reset_scenes.py", "multi_process", block_queue="native")
     (trace,) = play["traces"]
-    check_against_the_scheduler(trace, play["record"])
+    check_against_the_scheduler(play)
     order = [line["done"] for line in trace if line.get("reset") == "order"]
     # Before and after three rounds in order, twice when busy, at the end of that, and asleep.
     assert order == [True] * 4 + [False, True, True]
@@ -241,7 +251,9 @@ def test_a_file_for_each_process(run_script: RunScript) -> None:
     told = sorted(line["request"] for trace in traces for line in requests_of(trace))
     noted = [line["request_id"] for line in play["record"] if line["kind"] == "request"]
     assert told == sorted(noted)
-    assert all(requests_of(trace) and trace[-1]["end"] == "closed" for trace in traces)
+    for trace in traces:
+        assert requests_of(trace)
+        check_end(trace, play["log"])
     assert "WARNING" not in "".join(re.findall(r".*VLLM_BLOCK_TRACE.*", play["log"]))
 
 
@@ -250,7 +262,7 @@ def test_one_file_for_two_processes(run_script: RunScript) -> None:
     play = run_script("reset_scenes.py", "data_parallel", block_queue="python")
     (trace,) = play["traces"]
     assert sum("block_trace" in line for line in trace) == 1
-    assert trace[-1]["end"] == "closed"
+    check_end(trace, play["log"])
     warned = re.findall(r"WARNING .*VLLM_BLOCK_TRACE.*", play["log"])
     assert len(warned) == 1
     assert "%p" in warned[0]

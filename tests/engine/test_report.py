@@ -41,6 +41,7 @@ def traces(
             VLLM_BLOCK_TRACE=str(folder / f"{name}.jsonl"),
         )
         assert ended.returncode == 0, ended.stdout[-5000:]
+        (folder / f"{name}.log").write_text(ended.stdout, encoding="utf-8")
     return folder
 
 
@@ -69,9 +70,12 @@ def test_what_ran(report: dict[str, Any], traces: Path) -> None:
         assert header["implementation"] == ("vllm" if name == "vllm" else "native")
         assert header["num_blocks"] == 241
         assert [group["block_size"] for group in header["groups"]] == [32]
-        if engine["end"]:  # vLLM kills an engine core that takes more than 5 s to end
+        if engine["end"]:
             assert engine["end"]["end"] == "closed"
             assert (engine["end"]["requests"], engine["end"]["lost"]) == (ROUNDS * REQUESTS, 0)
+        else:  # vLLM gives an engine core 5 s to end, which a busy machine may not
+            log = (traces / f"{name}.log").read_text(encoding="utf-8")
+            assert "force killing remaining process" in log
         assert engine["split"] == "6 rounds between resets"
         assert [each["finished"] for each in engine["rounds"]] == ROUNDS * [REQUESTS]
         assert all(each["prefill_ms"] > 0 for each in engine["rounds"])
