@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from pyblockpool.block_trace import Group, Request, Reset, read_sections
 from pyblockpool.errors import TraceError
+from pyblockpool.trace_writer import ResetRecord, TableRecord, TraceWriter
 
 
 def requests_of(path: Path) -> list[Request]:
@@ -93,6 +95,35 @@ def test_tables_come_back_as_they_were(table: list[int], prompt: int, block_size
     assert found.table.tolist() == table
     in_prompt = [block for i, block in enumerate(table) if i * block_size < prompt]
     assert found.prompt_table(block_size).tolist() == in_prompt
+
+
+def test_what_the_recorder_writes_is_read(tmp_path: Path) -> None:
+    """Two engines, one after the other, in one file."""
+    facts = {name: value for name, value in header().items() if name != "block_trace"}
+    tables = ([0, 0, 1, 2, 8], [5, 4, 3])
+    for pid in (1, 2):
+        about = facts | {"pid": pid, "groups": [WINDOW, FULL]}
+        writer = TraceWriter(str(tmp_path / "trace"), about, pytest.fail)
+        blocks = list(enumerate(tables))
+        at = time.monotonic()
+        writer.put(TableRecord(at, "a", "preempted", 70, 80, 16, None, blocks))
+        writer.put(ResetRecord(at, "order", True))
+        writer.put(TableRecord(at, "a", "stop", 70, 90, 16, 0.25, blocks))
+        writer.close()
+    for pid, section in enumerate(read_sections(tmp_path / "trace"), 1):
+        assert (section.header.pid, section.requests, section.preemptions) == (pid, 1, 1)
+        assert (section.rounds, section.cut) == (2, [])
+        assert section.end is not None
+        assert (section.end.end, section.end.requests, section.end.lost) == ("closed", 2, 0)
+        *before, order, one, other = section.records()
+        assert len(before) == 2
+        assert isinstance(order, Reset)
+        for group, record in enumerate((one, other)):
+            assert isinstance(record, Request)
+            assert (record.outcome, record.group, record.prefill) == ("stop", group, 0.25)
+            assert (record.prompt, record.tokens, record.hit) == (70, 90, 16)
+            assert record.table.tolist() == tables[group]
+    assert pid == 2
 
 
 def test_sections_in_one_file(tmp_path: Path) -> None:
