@@ -3,9 +3,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from implementations import BLOCKS, QUEUES, MakeBlocks
 
 from pyblockpool.plugin.surface import LATER_QUEUE_METHODS
+
+# How long an example takes says more of the machine, and of the sanitizers, than of the code.
+settings.register_profile("untimed", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("untimed")
 
 
 @pytest.fixture(params=sorted(BLOCKS))
