@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from io import BufferedReader
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
@@ -100,6 +100,8 @@ class Request:
             was none.
         table: block ids, int32 of shape (positions,). Block 0 is the null block, which stands for
             positions that are not kept.
+        leads: it is the first of its record, which has one for each group that has blocks of the
+            pool: not always group 0, which may be a tier in host memory.
     """
 
     t: float
@@ -111,6 +113,7 @@ class Request:
     hit: int
     prefill: float | None
     table: Table
+    leads: bool = True
 
     def prompt_table(self, block_size: int) -> Table:
         """The part of the table that the prompt fills, with blocks of so many tokens."""
@@ -234,7 +237,7 @@ def read_sections(path: Path, progress: Callable[[int], None] = lambda read: Non
             if isinstance(content, Request):
                 section.rounds += between_resets
                 between_resets = False
-                if content.group == 0:
+                if content.leads:
                     section.preemptions += content.outcome == PREEMPTED
                     section.requests += content.outcome != PREEMPTED
             elif isinstance(content, Reset):
@@ -281,6 +284,7 @@ def _lines(
     file: BufferedReader, path: Path, first: int, start: int, header: Header | None
 ) -> Iterator[_Line]:
     """The lines from number ``first`` on, which begins at byte ``start``."""
+    before: Request | None = None
     for number, raw in enumerate(file, first):
         end = start + len(raw)
         row = _decoded(raw)
@@ -294,11 +298,21 @@ def _lines(
             except ValueError as error:
                 raise TraceError(f"{path}:{number}: {error}") from error
             if isinstance(content, Header):
-                header = content
+                header, before = content, None
+            elif isinstance(content, Request):
+                if before is not None and _goes_on(before, content):
+                    content = replace(content, leads=False)
+                before = content
             yield _Line(number, start, end, content)
         elif raw.strip():
             yield _Line(number, start, end, None)
         start = end
+
+
+def _goes_on(before: Request, request: Request) -> bool:
+    """Whether that is the same record in another KV-cache group."""
+    same = (before.t, before.request) == (request.t, request.request)
+    return same and before.group < request.group
 
 
 Row: TypeAlias = dict[str, Any]

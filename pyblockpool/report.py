@@ -150,14 +150,14 @@ class Figures:
             self.groups.append(GroupFigures(group, prompts, tables))
 
     def add(self, request: Request, holders: Table) -> None:
-        """Add a request's table in one group; with that in group 0, the request.
+        """Add a request's table in one group; with the first of them, the request.
 
         Args:
             request: of the engine of the header.
             holders: for each block of the pool, who held it last in what was added so far, -1 for
                 nobody, else the number of a record from 0 on. It is brought up to date.
         """
-        if request.group == 0:
+        if request.leads:
             if request.outcome == PREEMPTED:
                 self.preempted += 1
             else:
@@ -271,7 +271,7 @@ class EngineFigures:
 
     def add(self, request: Request) -> None:
         """Add a record, in the order of the trace."""
-        if request.group == 0 and request.outcome != PREEMPTED and self._stretch_begins():
+        if request.leads and request.outcome != PREEMPTED and self._stretch_begins():
             self._round_has_ended = True
         if self._round_has_ended:
             self.rounds.append(Figures(self.header, self._tile_tokens))

@@ -104,6 +104,24 @@ def test_a_sliding_window(tmp_path: Path) -> None:
     assert engine.all.prompt_tokens == 64
 
 
+def test_requests_without_a_table_in_the_first_group(tmp_path: Path) -> None:
+    """That of a tier in host memory, whose blocks have ids of their own (vLLM's HiSparse)."""
+    rows = [
+        request([3 + number], 20, group=group, t=1.0 * number, outcome=outcome)
+        for number, outcome in enumerate(["preempted", "length", "abort"])
+        for group in (1, 2)
+    ]
+    path = write(tmp_path / "trace", header(groups=[FULL, FULL, WINDOW]), *rows)
+    (section,) = read_sections(path)
+    assert (section.requests, section.preemptions) == (2, 1)
+    engine = report(path, rounds=2)
+    assert (engine.all.finished, engine.all.aborted, engine.all.preempted) == (1, 1, 1)
+    assert engine.all.prompt_tokens == 40
+    assert [each.requests for each in engine.rounds] == [1, 1]
+    assert [engine.last_holders[block] for block in (4, 5)] == [-1, 0]
+    assert [each.tables.contiguity.tables for each in engine.all.groups] == [0, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("block_size", "tile_tokens", "tile"), [(16, 128, 8), (48, 128, 2), (256, 128, 1), (16, 64, 4)]
 )
