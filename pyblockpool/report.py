@@ -3,9 +3,10 @@
 A *round* is what lies between two resets that were done, of the prefix cache or of the order. A
 trace without any is one round if it is short, else stretches with the same number of requests.
 
-A request counts once, when it ends, with its prompt, its prefix hits and its latency. Its block
-table counts whenever it loses it: when it ends, and each time it is preempted, because so long the
-engine read it. Two parts of a table are looked at:
+A request counts once, when it ends, with its prompt, and with the prefix hits and the latency that
+it had first: after a preemption it finds blocks of its own. Its block table counts whenever it
+loses it: when it ends, and each time it is preempted, because so long the engine read it. Two parts
+of a table are looked at:
 
 - the *prompt*: the blocks that the tokens of the prompt fill. They are what prefill computes and
   reads, so that they, and not the rest, go with its latency;
@@ -19,7 +20,7 @@ import math
 from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -231,8 +232,8 @@ class Figures:
 class EngineFigures:
     """The life of one engine, split into rounds.
 
-    Its memory grows with the number of rounds and the size of the pool, and by some numbers a
-    request, for the medians; not with the tables.
+    Its memory grows with the number of rounds and the size of the pool, with the requests that are
+    preempted at a time, and by some numbers a request, for the medians; not with the tables.
 
     Attributes:
         label: a short name.
@@ -262,6 +263,8 @@ class EngineFigures:
         self.first_holders, self.last_holders = nobody, nobody
         self._all_holders = nobody.copy()
         self._tile_tokens = tile_tokens
+        # Of requests that were preempted and will end: prefix hits, and seconds of their prefill.
+        self._begun: dict[str, tuple[int, float | None]] = {}
         self._requests, self._stretches = requests, stretches
         self._round_has_ended = True
 
@@ -279,8 +282,19 @@ class EngineFigures:
             if len(self.rounds) == 1:
                 self.first_holders = self.last_holders
             self._round_has_ended = False
+        if request.leads:
+            request = self._as_it_began(request)
         self.rounds[-1].add(request, self.last_holders)
         self.all.add(request, self._all_holders)
+
+    def _as_it_began(self, request: Request) -> Request:
+        """With the hits and the latency of the first time that it was scheduled."""
+        hit, prefill = self._begun.pop(request.request, (request.hit, None))
+        if prefill is None:
+            prefill = request.prefill
+        if request.outcome == PREEMPTED:
+            self._begun[request.request] = hit, prefill
+        return replace(request, hit=hit, prefill=prefill)
 
     def _stretch_begins(self) -> bool:
         ended = self.all.requests

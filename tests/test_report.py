@@ -43,7 +43,7 @@ def test_by_hand(tmp_path: Path) -> None:
         # Runs: 6 | 5 4 as single ones.
         request([6, 5, 4], 48, hit=0, prefill=0.3),
         reset(),
-        request([1], 5, outcome="preempted", hit=5, prefill=None),
+        request([1], 5, outcome="preempted", hit=5, prefill=None, request="cmpl-2"),
         request([9, 10], 20, outcome="abort", prefill=None),
     )
     engine = report(path)
@@ -102,6 +102,24 @@ def test_a_sliding_window(tmp_path: Path) -> None:
     assert window.tables.contiguity.mergeable_share == 0
     assert (engine.all.used_blocks, engine.all.highest_block) == (6, 9)
     assert engine.all.prompt_tokens == 64
+
+
+def test_what_a_preempted_request_finds_again(tmp_path: Path) -> None:
+    """Blocks of its own, more than its prompt even, and at once: it counts as it began."""
+    rows = [
+        request([1, 2], 20, outcome="preempted", hit=16, prefill=0.5),
+        reset(),
+        request([1, 2], 20, outcome="preempted", hit=32, prefill=None),
+        request([5, 6], 20, outcome="preempted", hit=0, prefill=None, request="cmpl-2"),
+        request([1, 2, 3], 20, hit=48, prefill=0.001),
+        request([5, 6], 20, hit=16, prefill=0.7, request="cmpl-2"),
+        request([1, 2, 3], 20, hit=0, prefill=0.9),  # a new one under an id that was used
+    ]
+    engine = report(write(tmp_path / "trace", header(), *rows))
+    assert engine.rounds[0].hit_tokens == len(engine.rounds[0].prefill) == 0
+    assert (engine.all.prompt_tokens, engine.all.hit_tokens) == (60, 16)
+    assert sorted(engine.all.prefill) == [0.5, 0.7, 0.9]
+    assert sorted(engine.rounds[1].prefill) == [0.5, 0.7, 0.9]
 
 
 def test_requests_without_a_table_in_the_first_group(tmp_path: Path) -> None:
@@ -268,7 +286,8 @@ REQUESTS = st.builds(
 def test_figures_as_defined(rounds: list[list[Slow]], tile_tokens: int) -> None:
     rows = [header(num_blocks=NUM_BLOCKS)]
     for requests in rounds:
-        rows += [*(each.row() for each in requests), reset()]
+        rows += [*(each.row() | {"request": str(len(rows) + n)} for n, each in enumerate(requests))]
+        rows.append(reset())
     with tempfile.TemporaryDirectory() as folder:
         engine = report(write(Path(folder, "trace"), *rows), tile_tokens=tile_tokens)
     assert len(engine.rounds) == len(rounds)
