@@ -20,10 +20,7 @@ import numpy as np
 
 from pyblockpool.contiguity import Table
 from pyblockpool.errors import TraceError
-from pyblockpool.trace_writer import FORMAT
-
-# Requests that lost their blocks and will start again: their last record is still to come.
-PREEMPTED = "preempted"
+from pyblockpool.trace_writer import FORMAT, PREEMPTED
 
 _HEADER = b'{"block_trace"'
 

@@ -25,12 +25,13 @@ from typing import Any
 import numpy as np
 
 import pyblockpool
-from pyblockpool.block_trace import PREEMPTED, Group, Header, Request
+from pyblockpool.block_trace import Group, Header, Request
 from pyblockpool.contiguity import Contiguity, Table
 from pyblockpool.errors import BlockQueueError, ReplayError
 from pyblockpool.report import TILE_TOKENS, EngineFigures, contiguity_as_json, or_none
 from pyblockpool.request_trace import TraceRequest
 from pyblockpool.settings import QUEUE_VARIABLE, Settings
+from pyblockpool.trace_writer import PREEMPTED
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from pyblockpool.block_trace import PREEMPTED, Group, Header, Request, Section
+from pyblockpool.block_trace import Group, Header, Request, Section
 from pyblockpool.contiguity import Contiguity, Table
+from pyblockpool.trace_writer import PREEMPTED
 
 # As much of the cache as FlexAttention's kernels take at once.
 TILE_TOKENS = 128

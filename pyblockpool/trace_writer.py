@@ -33,6 +33,8 @@ from json.encoder import encode_basestring_ascii as _quoted
 from typing import Any, NamedTuple, TypeAlias
 
 FORMAT = 1
+# The outcome of requests that lost their blocks and will start again: they have another record.
+PREEMPTED = "preempted"
 # Every trace begins with it: to nothing else is ever appended.
 _MAGIC = b'{"block_trace": '
 # Bytes of a section, which ends then. A request with a table of 20 runs takes about 350.

@@ -30,7 +30,7 @@ from pyblockpool import __version__
 from pyblockpool.plugin import surface
 from pyblockpool.plugin.order import queue_stats
 from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings
-from pyblockpool.trace_writer import ResetRecord, TableRecord, TraceWriter
+from pyblockpool.trace_writer import PREEMPTED, ResetRecord, TableRecord, TraceWriter
 
 Method = Callable[..., Any]
 
@@ -156,9 +156,9 @@ class Section:
 def _outcome(statuses: Any, status: Any) -> str:
     if statuses.is_finished(status):
         return str(statuses.get_finished_reason(status)).lower()
-    # While a request runs, only a preemption takes its blocks.
-    name: str = status.name
-    return "preempted" if name in ("RUNNING", "PREEMPTED") else name.lower()
+    # It will start again, and end later: what took its blocks is a preemption, or a KV load that
+    # has failed.
+    return PREEMPTED
 
 
 def section_of(manager: Any) -> Section | None:
@@ -206,7 +206,11 @@ class Recorder:
         path = str(self._settings.trace).replace("%p", str(os.getpid()))
         try:
             config = _config.get()
-            writer = self._open(path, _header(self._settings, manager, config))
+            header = _header(self._settings, manager, config)
+            if not header["groups"]:
+                surface.log().info("No block tables are recorded: this model has no KV cache")
+                return
+            writer = self._open(path, header)
             try:
                 section = Section(manager, writer, sees_steps=config is not None)
                 setattr(manager, _SECTION, section)
@@ -287,8 +291,10 @@ def after_step(original: Method) -> Method:
         if section is None:
             return original(scheduler, *args, **kwargs)
         section.in_step = True
-        outputs = original(scheduler, *args, **kwargs)
-        section.in_step = False
+        try:
+            outputs = original(scheduler, *args, **kwargs)
+        finally:
+            section.in_step = False
         if section.waiting:
             section.stepped(manager)
         return outputs

@@ -284,6 +284,26 @@ def test_the_header_of_a_scheduler_of_somebody_else(
     assert end["end"] == "closed"
 
 
+def test_a_model_without_a_kv_cache(
+    trace: Path, switch_on: Callable[..., None], warnings: Warnings
+) -> None:
+    """A pooling model of encoders alone, say: there is nothing to tell, and no file."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
+    switch_on()
+    manager = KVCacheManager(
+        KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]),
+        max_model_len=512,
+        scheduler_block_size=BLOCK_SIZE,
+        hash_block_size=BLOCK_SIZE,
+        enable_caching=False,
+    )
+    assert recorder.section_of(manager) is None
+    assert not trace.exists()
+    assert warnings() == []
+
+
 def test_attention_backends() -> None:
     def layer(backend: str) -> Any:
         return SimpleNamespace(get_attn_backend=lambda: SimpleNamespace(get_name=lambda: backend))
@@ -444,9 +464,23 @@ def test_prefill_behind_blocks_that_are_loaded(
     clock.step(subject)
     clock.step(subject)
     assert prefills(subject, trace) == [
-        ("loaded", "waiting_for_remote_kvs", None),
+        ("loaded", "preempted", None),
         ("loaded", "length", 0.5),
     ]
+
+
+def test_a_step_that_fails(
+    model: Path, trace: Path, switch_on: Callable[..., None], clock: Clock
+) -> None:
+    """Who goes on behind it: what is freed between steps has no first token then."""
+    switch_on()
+    subject = make_scheduler(model, num_blocks=48)
+    subject.add_request(make_request("cmpl-1", tokens(1, 20), 9))
+    with pytest.raises(AttributeError):
+        subject.update_from_output(subject.schedule(), None)
+    subject.requests["cmpl-1"].append_output_token_ids(7)
+    finish(subject)
+    assert prefills(subject, trace) == [("cmpl-1", "abort", None)]
 
 
 def test_prefill_of_an_asynchronous_scheduler(
