@@ -36,7 +36,8 @@ FORMAT = 1
 # The outcome of requests that lost their blocks and will start again: they have another record.
 PREEMPTED = "preempted"
 # Every trace begins with it: to nothing else is ever appended.
-_MAGIC = b'{"block_trace": '
+MAGIC = b'{"block_trace": '
+SOMETHING_ELSE = "it holds something else than a block trace"
 # Bytes of a section, which ends then. A request with a table of 20 runs takes about 350.
 MAX_BYTES = 256 << 20
 # Block ids that may wait in memory, 4 bytes each; a record counts as `_RECORD` more of them. What
@@ -281,8 +282,8 @@ def _open(path: str) -> int:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         size = os.fstat(file).st_size
         if size:
-            if os.pread(file, len(_MAGIC), 0) != _MAGIC:
-                raise OSError(None, "it holds something else than a block trace", path)
+            if os.pread(file, len(MAGIC), 0) != MAGIC:
+                raise OSError(None, SOMETHING_ELSE, path)
             if os.pread(file, 1, size - 1) != b"\n":  # an engine that was killed while it wrote
                 os.write(file, b"\n")
     except BaseException:

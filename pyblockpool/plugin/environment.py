@@ -15,6 +15,7 @@ from pyblockpool.errors import SettingsError
 from pyblockpool.plugin import surface
 from pyblockpool.plugin.installation import GENERAL_PLUGINS, NAME
 from pyblockpool.settings import QUEUE_VARIABLE, QUEUES, TRACE_VARIABLE, Settings
+from pyblockpool.trace_writer import MAGIC, SOMETHING_ELSE
 
 PLUGINS = "VLLM_PLUGINS"
 DEV_MODE = "VLLM_SERVER_DEV_MODE"
@@ -50,6 +51,8 @@ def _trace(file: str | None) -> Remark:
         trouble = "that is not a regular file"
     elif not os.access(path if path.exists() else path.parent, os.R_OK | os.W_OK):
         trouble = f"{path if path.exists() else path.parent} is not writable"
+    elif path.exists() and not _is_trace(path):
+        trouble = SOMETHING_ELSE
     if trouble:
         sentence = (
             f"{TRACE_VARIABLE}={file} would record nothing: {trouble}. (The engine would run, with "
@@ -63,6 +66,12 @@ def _trace(file: str | None) -> Remark:
         f"{meant}"
     )
     return Remark("environment", "good", sentence)
+
+
+def _is_trace(path: Path) -> bool:
+    """Or empty: the recorder appends to nothing else."""
+    with path.open("rb") as file:
+        return file.read(len(MAGIC)) in (b"", MAGIC)
 
 
 def meaning(settings: Settings) -> str:

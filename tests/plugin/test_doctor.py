@@ -273,12 +273,14 @@ def test_a_trace_that_would_be_recorded(
         ("", "VLLM_BLOCK_TRACE is empty"),
         ("gone/trace.jsonl", "there is no folder"),
         ("folder", "that is not a regular file"),
+        ("notes", "it holds something else than a block trace"),
     ],
 )
 def test_a_trace_that_could_not_be_written(
     host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, file: str, trouble: str
 ) -> None:
     (tmp_path / "folder").mkdir()
+    (tmp_path / "notes").write_text("of mine\n", encoding="utf-8")
     diagnosis = look(monkeypatch, VLLM_BLOCK_TRACE=file, VLLM_BLOCK_QUEUE="native")
     assert said(diagnosis, trouble).level == "bad"
     assert not diagnosis.works
