@@ -220,11 +220,13 @@ class Recorder:
                 raise
         except BlockingIOError:
             surface.log().warning(
-                "%s=%s: another engine writes to this file; this one (pid %d) is not recorded. Put "
-                "%%p into the name: it becomes the process id",
+                "%s=%s: another engine writes to this file; this one (pid %d) is not recorded. %s",
                 TRACE_VARIABLE,
                 self._settings.trace,
                 os.getpid(),
+                "Of the engines of one process, one is recorded at a time"
+                if "%p" in str(self._settings.trace)
+                else "Put %p into the name: it becomes the process id",
             )
         except OSError as error:
             surface.log().warning(

@@ -634,6 +634,19 @@ def test_an_engine_beside_another(
     assert len(warnings()) == 1
 
 
+def test_an_engine_beside_another_that_has_the_process_in_the_name(
+    model: Path, tmp_path: Path, switch_on: Callable[..., None], warnings: Warnings
+) -> None:
+    """No advice that was followed."""
+    switch_on(name=str(tmp_path / "%p.jsonl"))
+    first = make_scheduler(model, num_blocks=48)
+    make_scheduler(model, num_blocks=64)
+    (sentence,) = warnings()
+    assert "one is recorded at a time" in sentence
+    assert "Put %p" not in sentence
+    close(first)
+
+
 def test_an_engine_that_is_garbage_does_not_keep_the_file(
     model: Path, trace: Path, switch_on: Callable[..., None], warnings: Warnings
 ) -> None:
