@@ -355,16 +355,21 @@ def engine_figures(
 
 def labels(sections: Sequence[Section]) -> list[str]:
     """A short name for each section: that of its file, with a number where it has several."""
-    names = [section.path.name.removesuffix(".jsonl") for section in sections]
+    names = [_shown(section.path.name) for section in sections]
     paths = {section.path.resolve() for section in sections}
     if len({path.name for path in paths}) < len(paths):
-        names = [str(section.path).removesuffix(".jsonl") for section in sections]
+        names = [_shown(str(section.path)) for section in sections]
     seen: Counter[str] = Counter()
     found = []
     for name in names:
         seen[name] += 1
         found.append(f"{name} #{seen[name]}" if names.count(name) > 1 else name)
     return found
+
+
+def _shown(name: str) -> str:
+    """The name of a file as text that can be drawn: it may be any bytes."""
+    return name.encode(errors="backslashreplace").decode().removesuffix(".jsonl")
 
 
 def _median(values: array[float]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -146,6 +147,23 @@ def test_columns_that_would_be_empty_are_left_out(
     trace = write(tmp_path / "trace", header(), *(request([1], 9, outcome=o) for o in outcomes))
     _, printed, _ = ran(capsys, trace)
     assert rows(printed, "trace")[0] == "trace all 1 1 2 9 0.0% 1.0 1.0 1.00 - 250 250"
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "utf-8"])
+def test_names_that_the_terminal_cannot_show(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    """Of files, which may be any bytes, and of models."""
+    name = os.fsdecode(b"\xff.jsonl")
+    row = header(model="mod\N{LATIN SMALL LETTER E WITH GRAVE}le")
+    trace = write(tmp_path / name, row, request([1], 9))
+    printed = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(printed, encoding=encoding))
+    picture = tmp_path / "rounds.svg"
+    assert main(["report", str(trace), "--plot", str(picture)]) == 0
+    sys.stdout.flush()
+    assert "\n\\udcff " in printed.getvalue().decode(encoding)
+    assert r"\udcff" in picture.read_text(encoding="utf-8")
 
 
 def test_several_groups(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -17,6 +18,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; the exit status is 0, or 1 with a sentence on stderr, or 2 for bad usage."""
     given = sys.argv[1:] if arguments is None else list(arguments)
     command = "pyblockpool"
+    # Names of files and models are not for every encoding, and some file names for none.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         options = _parser(given).parse_args(given)
         command += f" {options.verb}"
