@@ -1,8 +1,8 @@
 """The file of a block trace: records go into a buffer, and a thread of their own writes them.
 
-Who records must not wait for a disk, nor spend time on text: `TraceWriter.put()` keeps what it is
-given and returns. About once a second the thread turns what has come in into lines (JSON, UTF-8)
-and appends them. A file is made of sections, one for each engine; a section is
+Who records must not wait for a disk, nor spend time on text: `TraceWriter.put()` keeps references
+to the blocks of a table and returns. About once a second the thread turns what has come in into
+lines (JSON, UTF-8) and appends them. A file is made of sections, one for each engine; a section is
 a header, records and an end line:
 
     header   {"block_trace": 1, ...}
@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 FORMAT = 1
 # The outcome of requests that lost their blocks and will start again: they have another record.
@@ -40,9 +40,9 @@ MAGIC = b'{"block_trace": '
 SOMETHING_ELSE = "it holds something else than a block trace"
 # Bytes of a section, which ends then. A request with a table of 20 runs takes about 350.
 MAX_BYTES = 256 << 20
-# Block ids that may wait in memory, 4 bytes each; a record counts as `_RECORD` more of them. What
+# Blocks that may wait in memory, a reference each; a record counts as `_RECORD` more of them. What
 # comes when they are more is lost.
-MAX_WAITING = 1 << 23
+MAX_WAITING = 1 << 22
 _RECORD = 64
 # Seconds between two looks into the buffer: what a crash loses.
 INTERVAL = 1.0
@@ -56,6 +56,12 @@ _PATIENCE = 5.0
 _END_LINE = 256
 
 
+class Block(Protocol):
+    """Any block of a pool. Its id never changes, so that it may be read later."""
+
+    block_id: int
+
+
 class TableRecord(NamedTuple):
     """A request that gives up its blocks.
 
@@ -67,7 +73,7 @@ class TableRecord(NamedTuple):
         tokens: tokens that were computed, or found in the prefix cache.
         hit: those that were found.
         prefill: seconds from being scheduled to the first token, None if there was none.
-        tables: (KV-cache group, its block ids in the order of the tokens).
+        tables: (KV-cache group, its blocks in the order of the tokens).
     """
 
     at: float
@@ -77,7 +83,7 @@ class TableRecord(NamedTuple):
     tokens: int
     hit: int
     prefill: float | None
-    tables: Sequence[tuple[int, Sequence[int]]]
+    tables: Sequence[tuple[int, Sequence[Block]]]
 
 
 class ResetRecord(NamedTuple):
@@ -141,7 +147,7 @@ class TraceWriter:
         _open_writers.add(self)
 
     def put(self, record: Record, blocks: int = 0) -> None:
-        """Take a record with so many block ids, or count it as lost if too much is waiting."""
+        """Take a record with so many blocks, or count it as lost if too much is waiting."""
         if self.is_over:
             return
         if self._came_in - self._left > MAX_WAITING:
@@ -316,13 +322,14 @@ def _line(facts: Mapping[str, Any]) -> str:
     return json.dumps(facts) + "\n"
 
 
-def _runs(table: Sequence[int]) -> str:
+def _runs(table: Sequence[Block]) -> str:
     if not table:
         return ""
     runs: list[str] = []
-    first = following = table[0]
+    first = following = table[0].block_id
     count = 0
-    for block_id in table:
+    for block in table:
+        block_id = block.block_id
         if block_id == following:
             count += 1
         else:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,6 +50,10 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_writer, "INTERVAL", 0.001)
 
 
+def blocks(ids: Sequence[int]) -> list[Any]:
+    return [SimpleNamespace(block_id=block_id) for block_id in ids]
+
+
 def table(request: str = "cmpl-1", *tables: Sequence[int], **more: Any) -> TableRecord:
     facts: dict[str, Any] = {
         "at": time.monotonic(),
@@ -60,7 +65,7 @@ def table(request: str = "cmpl-1", *tables: Sequence[int], **more: Any) -> Table
     }
     return TableRecord(
         request=request,
-        tables=list(enumerate(tables or ([1, 2, 3],))),
+        tables=[(group, blocks(ids)) for group, ids in enumerate(tables or ([1, 2, 3],))],
         **facts | more,
     )
 
@@ -182,11 +187,13 @@ def test_a_second_writer_in_the_process(path: Path, warned: Warned) -> None:
 
 OTHER_PROCESS = """
 import sys, time
+from types import SimpleNamespace
 from pyblockpool import trace_writer
 from pyblockpool.trace_writer import TableRecord, TraceWriter
 trace_writer.INTERVAL = 0.001
 writer = TraceWriter(sys.argv[1], {}, print)
-writer.put(TableRecord(time.monotonic(), "other", "stop", 9, 9, 0, None, [(0, [1, 2])]))
+blocks = [SimpleNamespace(block_id=n) for n in (1, 2)]
+writer.put(TableRecord(time.monotonic(), "other", "stop", 9, 9, 0, None, [(0, blocks)]))
 sys.stdout.write("open\\n")
 sys.stdout.flush()
 time.sleep(600)
@@ -310,6 +317,7 @@ def test_what_cannot_be_written(
 
 FULL_DISK = """
 import json, resource, sys, time
+from types import SimpleNamespace
 from pyblockpool import trace_writer
 from pyblockpool.trace_writer import TableRecord, TraceWriter
 
@@ -318,8 +326,8 @@ def limit(size):
 
 def put(name, count=1):
     for _ in range(count):
-        ids = range(1, 200, 2)
-        writer.put(TableRecord(time.monotonic(), name, "stop", 9, 9, 0, None, [(0, ids)]))
+        blocks = [SimpleNamespace(block_id=n) for n in range(1, 200, 2)]
+        writer.put(TableRecord(time.monotonic(), name, "stop", 9, 9, 0, None, [(0, blocks)]))
 
 def wait_until(condition):
     end = time.monotonic() + 20

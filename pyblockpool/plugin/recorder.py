@@ -3,8 +3,8 @@
 It listens where a KVCacheManager frees the blocks of a request (at its end, at an abort, at a
 preemption) and where it is reset; for the time that a prefill takes, where it searches the prefix
 cache for a request, and once at the end of each step. Nothing is hooked into what happens for each
-running request in each step. The hooks copy block ids; `trace_writer.py` makes text of them, in a
-thread of its own.
+running request in each step. The hooks keep references to blocks; `trace_writer.py` makes text of
+them, in a thread of its own.
 
 Whatever goes wrong here ends the recording with a warning, and leaves the engine alone.
 """
@@ -16,7 +16,6 @@ import gc
 import multiprocessing
 import os
 import weakref
-from array import array
 from collections.abc import Callable
 from contextlib import suppress
 from contextvars import ContextVar
@@ -108,10 +107,10 @@ class Section:
             for group, each in enumerate(manager.coordinator.single_type_managers):
                 # A tier in host memory has a pool, and so ids, of its own.
                 if each.block_pool is manager.block_pool:
-                    # Now, when the processor needs the blocks anyway, and not later.
-                    ids = [block.block_id for block in each.req_to_blocks.get(request_id, ())]
-                    tables.append((group, array("i", ids)))
-                    blocks += len(ids)
+                    # Not their ids: those are objects that nobody else needs now, and far away.
+                    table = tuple(each.req_to_blocks.get(request_id, ()))
+                    tables.append((group, table))
+                    blocks += len(table)
             if waiting := self.waiting.pop(request, None):
                 since, tokens, hit = waiting
                 has_token = self.in_step and request.num_output_tokens > tokens
