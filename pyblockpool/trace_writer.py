@@ -50,8 +50,9 @@ INTERVAL = 1.0
 # leaves the interpreter to the engine for so many seconds.
 _SLICE = 4096
 _PAUSE = 0.0005
-# Seconds that the end of an engine waits for a disk that hangs.
-_PATIENCE = 5.0
+# Seconds that the end of an engine waits for a disk that hangs. vLLM kills an engine core 5 s after
+# it has asked it to end, and by then the core has to end its workers, too.
+_PATIENCE = 2.0
 # An end line is shorter, in bytes.
 _END_LINE = 256
 
