@@ -7,6 +7,7 @@ import tempfile
 import time
 import tracemalloc
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,7 +105,10 @@ def test_what_the_recorder_writes_is_read(tmp_path: Path) -> None:
     for pid in (1, 2):
         about = facts | {"pid": pid, "groups": [WINDOW, FULL]}
         writer = TraceWriter(str(tmp_path / "trace"), about, pytest.fail)
-        blocks = list(enumerate(tables))
+        blocks = [
+            (group, [SimpleNamespace(block_id=block_id) for block_id in table])
+            for group, table in enumerate(tables)
+        ]
         at = time.monotonic()
         writer.put(TableRecord(at, "a", "preempted", 70, 80, 16, None, blocks))
         writer.put(ResetRecord(at, "order", True))

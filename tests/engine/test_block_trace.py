@@ -103,7 +103,8 @@ def check_against_the_scheduler(play: Play) -> None:
             < max(line["tokens"], 1)
             <= len(table) * BLOCK_SIZE + 1
         )
-        assert 0 <= line["hit"] < line["prompt"]
+        if not expected["num_preemptions"]:  # else it may find its own answer again
+            assert 0 <= line["hit"] < line["prompt"]
         if line["outcome"] == "length":
             assert line["prefill"] > 0
     preemptions = Counter(
