@@ -145,6 +145,7 @@ def test_in_one_process(in_process: dict[str, Play], name: str) -> None:
     assert set(outcomes) == {"length", "abort", "preempted"}
     assert outcomes["abort"] == 3
     assert sorted({line["hit"] for line in requests_of(trace)})[-2:] == [192, 320]
+    assert "VLLM_BLOCK_TRACE" not in play["log"], "vLLM warns of variables that it does not know"
 
 
 @pytest.mark.parametrize("name", ["vllm", "native"])

@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 from fake_vllm import FakeVLLM
 
-from pyblockpool import FreeBlockQueue
+import pyblockpool
+from pyblockpool import FreeBlockQueue, plugin
 from pyblockpool.errors import (
     BlockQueueError,
     ConflictError,
@@ -485,6 +486,20 @@ def test_a_trace_alone(
     assert len(caplog.messages) == 1
     entry.restore()
     assert host.snapshot() == before
+
+
+@pytest.mark.parametrize("value", VALUES)
+def test_without_a_trace_nothing_of_it_is_there(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, value: str
+) -> None:
+    for package, name in ((plugin, "recorder"), (pyblockpool, "trace_writer")):
+        monkeypatch.delattr(package, name, raising=False)
+        monkeypatch.delitem(sys.modules, f"{package.__name__}.{name}", raising=False)
+    monkeypatch.setenv(QUEUE_VARIABLE, value)
+    before = host.snapshot()
+    entry.register()
+    assert host.snapshot()["KVCacheManager.free"] is before["KVCacheManager.free"]
+    assert not {"pyblockpool.plugin.recorder", "pyblockpool.trace_writer"} & set(sys.modules)
 
 
 @pytest.mark.parametrize("value", VALUES)
