@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shlex
 import signal
 import tempfile
 from collections.abc import Mapping
@@ -178,8 +179,8 @@ def asked_for() -> dict[str, str]:
 
 
 def assignments(variables: Mapping[str, str]) -> str:
-    """As they stand before a command in a shell."""
-    return " ".join(f"{name}={value}" for name, value in variables.items())
+    """As they stand before a command in a shell: "" as two quotes, blanks within quotes."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
 
 
 def reason(error: BaseException) -> str:

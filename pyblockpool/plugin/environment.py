@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from pyblockpool.doctor import VARIABLES, Remark, reason
+from pyblockpool.doctor import VARIABLES, Remark, assignments, reason
 from pyblockpool.errors import SettingsError
 from pyblockpool.plugin import surface
 from pyblockpool.plugin.installation import GENERAL_PLUGINS, NAME
@@ -26,16 +27,28 @@ SWITCHES = {DEV_MODE: False, RUST_FRONTEND: False, MULTIPROCESSING: True}
 
 
 def what_is_asked() -> tuple[Settings, list[Remark]]:
-    """What the variables of pyblockpool ask for; nothing, if that is not allowed."""
+    """What the variables of pyblockpool ask for; one that is not allowed asks for nothing."""
+    queue, wrong_queue = _read(QUEUE_VARIABLE)
+    trace, wrong_trace = _read(TRACE_VARIABLE)
+    remarks = [wrong_queue or _queue(queue), wrong_trace or _trace(trace.trace)]
+    return replace(queue, trace=trace.trace), remarks
+
+
+def _read(variable: str) -> tuple[Settings, Remark | None]:
+    """What one variable asks for by itself, so that its fault does not hide that of another."""
+    alone = {name: value for name, value in os.environ.items() if name == variable}
     try:
-        settings = Settings.from_environ(os.environ)
+        return Settings.from_environ(alone), None
     except SettingsError as error:
-        return Settings(), [Remark("environment", "bad", str(error))]
+        return Settings(), Remark("environment", "bad", str(error))
+
+
+def _queue(settings: Settings) -> Remark:
     if settings.queue is None:
         sentence = f"{QUEUE_VARIABLE} is not set: vLLM's queue stays as it is"
     else:
         sentence = f"{QUEUE_VARIABLE}={settings} is set ({meaning(settings)})"
-    return settings, [Remark("environment", "good", sentence), _trace(settings.trace)]
+    return Remark("environment", "good", sentence)
 
 
 def _trace(file: str | None) -> Remark:
@@ -55,8 +68,8 @@ def _trace(file: str | None) -> Remark:
         trouble = SOMETHING_ELSE
     if trouble:
         sentence = (
-            f"{TRACE_VARIABLE}={file} would record nothing: {trouble}. (The engine would run, with "
-            "a warning.) Name a file that can be written"
+            f"{assignments({TRACE_VARIABLE: file})} would record nothing: {trouble}. (The engine "
+            "would run, with a warning.) Name a file that can be written"
         )
         return Remark("environment", "bad", sentence)
     kept = ", behind what is there" if path.exists() else ""
@@ -99,9 +112,9 @@ def whether_loaded(asked: Mapping[str, str]) -> Iterator[Remark]:
         yield Remark(
             "environment",
             "bad" if asked else "note",
-            f"{PLUGINS}={os.environ[PLUGINS]!r} does not name {NAME}{blanks}: vLLM does not load "
-            f"the plugin, and {' and '.join(asked or VARIABLES)} has no effect. Set "
-            f"{PLUGINS}={','.join([*names, NAME])}, or unset it",
+            f"{assignments({PLUGINS: os.environ[PLUGINS]})} does not name {NAME}{blanks}: vLLM "
+            f"does not load the plugin, and {' and '.join(asked or VARIABLES)} would have no "
+            f"effect. Set {assignments({PLUGINS: ','.join([*names, NAME])})}, or unset it",
         )
 
 

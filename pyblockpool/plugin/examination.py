@@ -158,7 +158,8 @@ def _obstacle(variables: Mapping[str, str]) -> str:
         entry.register()
         entry.restore()
     except BlockQueueError as error:
-        return str(error).removeprefix(f"{assignments(variables)} cannot be done here: ")
+        _, _, why = str(error).partition(" cannot be done here: ")
+        return why or str(error)
     except Exception as error:
         return reason(error)
     return ""

@@ -154,6 +154,28 @@ def test_a_value_that_is_not_allowed(host: FakeVLLM, monkeypatch: pytest.MonkeyP
     assert all(outcome.works for outcome in diagnosis.outcomes)
 
 
+@pytest.mark.parametrize("value", ["naive", ""])
+def test_a_fault_does_not_hide_another(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str
+) -> None:
+    gone = f"{tmp_path}/gone/trace"
+    diagnosis = look(monkeypatch, VLLM_BLOCK_QUEUE=value, VLLM_BLOCK_TRACE=gone)
+    assert not diagnosis.works
+    assert said(diagnosis, f"VLLM_BLOCK_QUEUE={value!r} is not allowed").level == "bad"
+    assert said(diagnosis, f"VLLM_BLOCK_TRACE={gone} would record nothing").level == "bad"
+    diagnosis = look(monkeypatch, VLLM_BLOCK_TRACE=str(tmp_path / "trace"))
+    assert not diagnosis.works
+    assert said(diagnosis, "block tables would be recorded in").level == "good"
+    assert diagnosis.probed == f"VLLM_BLOCK_TRACE={tmp_path}/trace"
+    diagnosis = look(monkeypatch, VLLM_BLOCK_TRACE="")
+    assert said(diagnosis, f"VLLM_BLOCK_QUEUE={value!r} is not allowed").level == "bad"
+    assert said(diagnosis, "VLLM_BLOCK_TRACE is empty").level == "bad"
+    diagnosis = look(monkeypatch, VLLM_BLOCK_QUEUE="python")
+    assert not diagnosis.works
+    assert said(diagnosis, "VLLM_BLOCK_QUEUE=python is set").level == "good"
+    assert said(diagnosis, "VLLM_BLOCK_TRACE is empty").level == "bad"
+
+
 def test_without_the_compiled_module(host: FakeVLLM, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pyblockpool._queue", None)
     monkeypatch.delitem(vars(pyblockpool), "FreeBlockQueue", raising=False)
@@ -205,6 +227,17 @@ def test_which_plugins_vllm_loads(
     assert diagnosis.outcomes[1].works  # it could be done
     monkeypatch.delenv(QUEUE_VARIABLE)
     assert "bad" not in {remark.level for remark in examine(Question()).remarks}
+
+
+def test_what_has_no_effect_if_the_plugin_is_not_loaded(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    diagnosis = look(monkeypatch, VLLM_PLUGINS="a b", VLLM_BLOCK_QUEUE="native")
+    effect = "the plugin, and VLLM_BLOCK_QUEUE would have no effect"
+    assert said(diagnosis, effect, "Set VLLM_PLUGINS='a b,pyblockpool', or").level == "bad"
+    diagnosis = look(monkeypatch, VLLM_PLUGINS="", VLLM_BLOCK_TRACE=str(tmp_path / "trace"))
+    effect = "and VLLM_BLOCK_QUEUE and VLLM_BLOCK_TRACE would have no effect"
+    assert said(diagnosis, "VLLM_PLUGINS='' does not name", effect).level == "bad"
 
 
 @pytest.fixture
@@ -296,6 +329,21 @@ def test_a_trace_that_vllm_does_not_allow(
         said(diagnosis, "that the block trace needs: Scheduler.update_from_output()").level == "bad"
     )
     assert all(outcome.works for outcome in diagnosis.outcomes)
+
+
+def test_a_trace_whose_name_has_a_blank(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Assignments are shown as a shell takes them, and a trouble is told once all the same."""
+    file = tmp_path / "block trace"
+    diagnosis = look(monkeypatch, VLLM_BLOCK_TRACE=str(file))
+    assert diagnosis.works
+    assert diagnosis.probed == f"VLLM_BLOCK_TRACE='{file}'"
+    gone = look(monkeypatch, VLLM_BLOCK_TRACE=f"{file}/gone")
+    assert said(gone, f"VLLM_BLOCK_TRACE='{file}/gone' would record nothing").level == "bad"
+    host.load(("def update_from_output", "def update"))
+    diagnosis = look(monkeypatch, VLLM_BLOCK_TRACE=str(file))
+    assert [each.topic for each in diagnosis.remarks if each.level == "bad"] == ["probe"]
 
 
 # --- what is installed

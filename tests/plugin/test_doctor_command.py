@@ -128,6 +128,7 @@ def test_colours_and_none(
         ("native", None, 0, "VLLM_BLOCK_QUEUE=native would work here."),
         ("native:extent,size=4", None, 0, "VLLM_BLOCK_QUEUE=native:extent,size=4 would work here."),
         ("naive", None, 1, "VLLM_BLOCK_QUEUE=naive would not work here: see what is marked BAD."),
+        ("", None, 1, "VLLM_BLOCK_QUEUE='' would not work here: see what is marked BAD."),
         ("native", "a", 1, "VLLM_BLOCK_QUEUE=native would not work here: see what is marked BAD."),
     ],
 )
