@@ -126,13 +126,14 @@ class _Line:
 
 
 def _page(diagnosis: Diagnosis) -> Iterator[_Line | Text]:
-    """Sections that have anything to say, and the verdict."""
+    """Sections that have anything to say, and the verdict on both questions."""
     for title, lines in _sections(diagnosis):
         if lines:
             yield Text(title, "bold")
             yield from lines
             yield Text()
     yield _verdict(diagnosis)
+    yield _verdict_on_attention(diagnosis)
 
 
 def _sections(diagnosis: Diagnosis) -> Iterator[tuple[str, list[_Line]]]:
@@ -213,3 +214,29 @@ def _verdict(diagnosis: Diagnosis) -> _Line:
     else:
         verdict = f"{asked} would not work here: see what is marked BAD."
     return _Line("", verdict, indent=0)
+
+
+def _verdict_on_attention(diagnosis: Diagnosis) -> _Line:
+    attention = diagnosis.attention
+    if attention is None or attention.fragmentation_costs is None:
+        verdict = (
+            "Whether it matters to prefill where blocks lie cannot be told here "
+            f"({_why_untold(diagnosis)})."
+        )
+    elif attention.fragmentation_costs:  # only FlexAttention reads tiles
+        tile = f"tile {attention.flex_attention_tile}, block {attention.block_size}"
+        verdict = f"Where blocks lie matters to prefill here ({attention.backend}, {tile})."
+    else:
+        verdict = f"Where blocks lie does not matter to prefill here ({attention.backend})."
+    return _Line("", verdict, indent=0)
+
+
+def _why_untold(diagnosis: Diagnosis) -> str:
+    attention = diagnosis.attention
+    if attention is None:
+        told = any(remark.topic == "attention" for remark in diagnosis.remarks)
+        return "see what is marked ?" if told else "vLLM cannot be imported: see what is marked BAD"
+    if attention.backend is None:
+        return "the attention backend is not known: see what is marked ?"
+    reasons = {backend.name: backend.reason for backend in attention.backends}
+    return f"{attention.backend}: {reasons.get(attention.backend, 'see what is marked ?')}"

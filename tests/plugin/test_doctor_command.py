@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -81,7 +82,8 @@ def test_a_page_on_a_terminal(width: int) -> None:
         "? Cannot tell which. The attention backends",
         "BAD native:extent,size=4 as for native",
         "- read the blocks of a request, wherever they lie: A - not known",
-        "BACKEND_39 VLLM_BLOCK_QUEUE=native would not work here: see what is marked BAD.",
+        "BACKEND_39 VLLM_BLOCK_QUEUE=native would not work here: see what is marked BAD. "
+        "Where blocks lie does not matter to prefill here (A).",
     ):
         assert sentence in text
     start = next(i for i, line in enumerate(lines) if line.startswith("BAD   Block"))
@@ -107,7 +109,8 @@ def test_a_page_in_a_pipe(host: FakeVLLM, capsys: pytest.CaptureFixture[str]) ->
     for remark in diagnosis.remarks:
         (line,) = [line for line in lines if remark.sentence[1:] in line]
         assert line.startswith(doctor.MARKS[remark.level][0])
-    assert lines[-1] == "Nothing is asked for: vLLM would run untouched."
+    assert lines[-2] == "Nothing is asked for: vLLM would run untouched."
+    assert lines[-1].startswith("Whether it matters to prefill where blocks lie cannot be told")
 
 
 def test_colours_and_none(
@@ -146,7 +149,7 @@ def test_the_verdict_and_the_exit_status(
         monkeypatch.setenv("VLLM_PLUGINS", plugins)
     assert main(["doctor"]) == status
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == last
+    assert lines[-2] == last
     assert any(line.startswith("BAD") for line in lines) == bool(status)
     assert main(["doctor", "--json"]) == status
     found = json.loads(capsys.readouterr().out)
@@ -154,6 +157,45 @@ def test_the_verdict_and_the_exit_status(
         {QUEUE_VARIABLE: value},
         not status,
     )
+
+
+def attention_of(backend: str | None, costs: bool | None, *backends: Backend) -> Attention:
+    return Attention("cpu", backend, backend, 16, 128, costs, backends)
+
+
+@pytest.mark.parametrize(
+    ("attention", "verdict"),
+    [
+        (attention_of("A", False), "Where blocks lie does not matter to prefill here (A)."),
+        (
+            attention_of("FLEX_ATTENTION", True),
+            "Where blocks lie matters to prefill here (FLEX_ATTENTION, tile 128, block 16).",
+        ),
+        (
+            attention_of("B", None, Backend("B", "unknown", "it is odd")),
+            "Whether it matters to prefill where blocks lie cannot be told here (B: it is odd).",
+        ),
+        (attention_of("C", None), "cannot be told here (C: see what is marked ?)."),
+        (
+            attention_of(None, None),
+            "cannot be told here (the attention backend is not known: see what is marked ?).",
+        ),
+        (None, "cannot be told here (see what is marked ?)."),
+    ],
+)
+def test_the_verdict_on_attention(attention: Attention | None, verdict: str) -> None:
+    """The last line, which answers the second question."""
+    text = " ".join(page(dataclasses.replace(MADE_UP, attention=attention), 100))
+    before, _, last = text.partition("would not work here: see what is marked BAD. ")
+    assert before.endswith("VLLM_BLOCK_QUEUE=native ")
+    assert last.endswith(verdict)
+
+
+def test_the_verdict_on_attention_without_vllm() -> None:
+    remark = Remark("installation", "bad", "vLLM is not installed")
+    diagnosis = dataclasses.replace(MADE_UP, remarks=(remark,), attention=None)
+    reason = "cannot be told here (vLLM cannot be imported: see what is marked BAD)."
+    assert " ".join(page(diagnosis, 100)).endswith(reason)
 
 
 @pytest.mark.parametrize(
