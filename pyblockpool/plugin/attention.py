@@ -131,7 +131,7 @@ def examine_attention(question: Question) -> tuple[Attention, list[Remark]]:
         reads = in_question.reads
         remarks.append(_verdict(in_question))
     if flex in backends and name != FLEX_ATTENTION:
-        remarks.append(_aside(flex))
+        remarks.append(_aside(flex, either=reads == "blocks"))
     costs = {"blocks": False, "tiles": True}.get(reads or "unknown")
     return Attention(platform, chosen, name, block_size, tile, costs, backends), remarks
 
@@ -289,16 +289,22 @@ def _verdict(backend: Backend) -> Remark:
     return Remark(
         "attention",
         "good",
-        f"with {backend.name}, scattered blocks make a prefill read no more of the cache: "
-        f"{backend.reason}. Copies of blocks (KV connectors, offloading) may still gain from "
-        "neighbours",
+        f"with {backend.name}, scattered blocks cost prefill nothing: {backend.reason}. Copies "
+        "of blocks (KV connectors, offloading) may still gain from neighbours",
     )
 
 
-def _aside(flex: Backend) -> Remark:
+def _aside(flex: Backend, *, either: bool) -> Remark:
+    """Of FlexAttention where another backend is in question, which may gain nothing either."""
     if flex.reads == "unknown":
         return _cannot_tell(f"what {flex.name} would read at once", flex.reason)
-    sentence = f"{flex.name} can read tiles of the cache; if it were used: {flex.reason}"
+    if flex.reads == "tiles":
+        sentence = f"{flex.name} would lose prefill time to scattered blocks: {flex.reason}"
+    else:
+        sentence = (
+            f"{flex.name} would gain nothing{' either' if either else ''}: {flex.reason} "
+            "(--flex-attn-kv-block-size asks about another)"
+        )
     return Remark("attention", "good", sentence)
 
 

@@ -147,7 +147,17 @@ def test_flex_attention_is_mentioned_if_another_is_used() -> None:
     found, _, remarks = ask("FLASH_ATTN", 16, 128)
     assert (found.flex_attention_tile, found.fragmentation_costs) == (128, False)
     (aside,) = [each for each in remarks if each.sentence.startswith(FLEX_ATTENTION)]
-    assert "if it were used: its KV tile is 128 tokens and a block is 16" in aside.sentence
+    loses = "would lose prefill time to scattered blocks: its KV tile is 128 tokens and a block is"
+    assert loses in aside.sentence
+    _, _, remarks = ask("FLASH_ATTN", 128, 128)
+    (verdict,) = [each for each in remarks if each.sentence.startswith("with FLASH_ATTN")]
+    assert "scattered blocks cost prefill nothing: its kernel gets the" in verdict.sentence
+    gains_nothing = (
+        "its KV tile of 128 tokens is a block (--flex-attn-kv-block-size asks about another)"
+    )
+    assert remarks[-1].sentence == f"{FLEX_ATTENTION} would gain nothing either: {gains_nothing}"
+    _, _, remarks = ask("FLASHMLA", 128, 128)
+    assert remarks[-1].sentence == f"{FLEX_ATTENTION} would gain nothing: {gains_nothing}"
     _, _, remarks = ask("FLASH_ATTN", 16, 24)
     assert any("what FLEX_ATTENTION would read at once" in each.sentence for each in remarks)
 
