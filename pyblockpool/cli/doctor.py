@@ -40,7 +40,6 @@ MARKS = {
 READS = {
     "tiles": "read tiles of the cache, whoever their blocks belong to",
     "blocks": "read the blocks of a request, wherever they lie",
-    "unknown": "not known (--json says why)",
 }
 
 
@@ -199,10 +198,15 @@ def _backends(attention: Attention | None) -> Iterator[_Line]:
     if attention is None:
         return
     yield _Line("", "The attention backends of this vLLM:")
+    unknown = len(attention.backends)
     for reads, meaning in READS.items():
         names = [backend.name for backend in attention.backends if backend.reads == reads]
         if names:
+            unknown -= len(names)
             yield _Line("      - ", f"{meaning}: {', '.join(names)}", indent=8)
+    if unknown:
+        others = "" if unknown == len(attention.backends) else " other" + "s" * (unknown > 1)
+        yield _Line("      - ", f"{unknown}{others}: not known (--json names them)", indent=8)
 
 
 def _verdict(diagnosis: Diagnosis) -> _Line:

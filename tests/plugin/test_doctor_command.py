@@ -81,14 +81,27 @@ def test_a_page_on_a_terminal(width: int) -> None:
         "is wrong. Mend it. What each value",
         "? Cannot tell which. The attention backends",
         "BAD native:extent,size=4 as for native",
-        "- read the blocks of a request, wherever they lie: A - not known",
-        "BACKEND_39 VLLM_BLOCK_QUEUE=native would not work here: see what is marked BAD. "
+        "- read the blocks of a request, wherever they lie: A - 40 others: not known "
+        "(--json names them) VLLM_BLOCK_QUEUE=native would not work here: see what is marked BAD. "
         "Where blocks lie does not matter to prefill here (A).",
     ):
         assert sentence in text
     start = next(i for i, line in enumerate(lines) if line.startswith("BAD   Block"))
     assert all(line.startswith(" " * 6 + "block") for line in lines[start + 1 : start + 3])
     assert "Environment" not in text
+
+
+def test_backends_that_are_not_known_are_counted() -> None:
+    attention = MADE_UP.attention
+    assert attention is not None
+    for backends, line in (
+        (attention.backends[:2], "      - 1 other: not known (--json names them)"),
+        (attention.backends[1:], "      - 40: not known (--json names them)"),
+    ):
+        few = dataclasses.replace(attention, backends=backends)
+        assert line in page(dataclasses.replace(MADE_UP, attention=few), 80)
+    few = dataclasses.replace(attention, backends=attention.backends[:1])
+    assert "not known" not in " ".join(page(dataclasses.replace(MADE_UP, attention=few), 80))
 
 
 def test_marks_have_colours() -> None:
