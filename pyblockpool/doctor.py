@@ -35,6 +35,10 @@ class UnknownBackendError(BlockQueueError, ValueError):
     """An attention backend was asked about that the installed vLLM does not have."""
 
 
+class RefusedTileError(BlockQueueError, ValueError):
+    """A KV tile of FlexAttention was asked about that the installed vLLM refuses."""
+
+
 @dataclass(frozen=True)
 class Question:
     """What to look at beside the environment.
@@ -195,6 +199,7 @@ def diagnose(question: Question) -> Diagnosis:
 
     Raises:
         UnknownBackendError: vLLM has no attention backend of that name.
+        RefusedTileError: vLLM refuses that KV tile of FlexAttention.
     """
     spawn = multiprocessing.get_context("spawn")
     ours, theirs = spawn.Pipe(duplex=False)

@@ -21,6 +21,7 @@ from pyblockpool.doctor import (
     Facts,
     Outcome,
     Question,
+    RefusedTileError,
     Remark,
     Topic,
     UnknownBackendError,
@@ -96,7 +97,7 @@ def _doctor(parser: argparse.ArgumentParser, options: argparse.Namespace) -> int
     try:
         with Console(stderr=True).status("importing vLLM and trying it out"):
             diagnosis = diagnose(question)
-    except UnknownBackendError as error:
+    except (UnknownBackendError, RefusedTileError) as error:
         parser.error(str(error))
     if options.json:
         show_json(asdict(diagnosis))

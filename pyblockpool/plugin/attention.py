@@ -17,12 +17,22 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from pyblockpool.doctor import Attention, Backend, Question, Remark, UnknownBackendError, reason
+from pyblockpool.doctor import (
+    Attention,
+    Backend,
+    Question,
+    RefusedTileError,
+    Remark,
+    UnknownBackendError,
+    reason,
+)
 from pyblockpool.plugin.surface import vllm_version
 
 FLEX_ATTENTION = "FLEX_ATTENTION"
 READ_VLLM = "0.32.0"
 HEAD_SIZE = 128
+# The option of vLLM's AttentionConfig for the KV tile of FlexAttention, in tokens.
+KV_TILE = "flex_attn_kv_block_size"
 
 
 @dataclass(frozen=True)
@@ -95,6 +105,7 @@ def examine_attention(question: Question) -> tuple[Attention, list[Remark]]:
 
     Raises:
         UnknownBackendError: vLLM has no attention backend of that name.
+        RefusedTileError: vLLM refuses that KV tile of FlexAttention.
         ImportError: vLLM has no list of its backends in any of the places that are known.
     """
     members = _either("attention.backends.registry").AttentionBackendEnum.__members__
@@ -197,6 +208,11 @@ def _flex_attention(kv_tile: int | None, block_size: int | None) -> tuple[Backen
     except _OtherwiseError as error:
         return Backend(FLEX_ATTENTION, "unknown", str(error)), None
     except Exception as error:
+        # vLLM names the option in what it says against its value.
+        if kv_tile is not None and isinstance(error, ValueError) and KV_TILE in str(error):
+            raise RefusedTileError(
+                f"vLLM {vllm_version()} refuses {KV_TILE} {kv_tile}: {reason(error)}"
+            ) from error
         return Backend(FLEX_ATTENTION, "unknown", reason(error)), None
     if tile > block_size:
         sentence = (
@@ -220,7 +236,7 @@ def _kv_tile(kv_tile: int | None, block_size: int) -> int:
         )
     if not flex.FlexAttentionBackend.supports_block_size(block_size):
         raise _OtherwiseError(f"it does not take blocks of {block_size} tokens")
-    given = {} if kv_tile is None else {"flex_attn_kv_block_size": kv_tile}
+    given = {} if kv_tile is None else {KV_TILE: kv_tile}
     # What the builder reads of a VllmConfig, which itself cannot be made without a device.
     config = SimpleNamespace(
         attention_config=import_module("vllm.config").AttentionConfig(**given),

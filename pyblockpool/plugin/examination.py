@@ -18,6 +18,7 @@ from pyblockpool.doctor import (
     Diagnosis,
     Outcome,
     Question,
+    RefusedTileError,
     Remark,
     UnknownBackendError,
     asked_for,
@@ -40,6 +41,7 @@ def examine(question: Question) -> Diagnosis:
 
     Raises:
         UnknownBackendError: vLLM has no attention backend of that name.
+        RefusedTileError: vLLM refuses that KV tile of FlexAttention.
     """
     with _environment_kept():
         torch, troubles = installation.imported("torch")
@@ -109,7 +111,7 @@ def _examine(question: Question, torch: Any | None, troubles: list[Remark]) -> D
         try:
             attention, found = examine_attention(question)
             remarks += found
-        except UnknownBackendError:
+        except (UnknownBackendError, RefusedTileError):
             raise
         except Exception as error:
             sentence = f"cannot tell which attention backends there are: {reason(error)}"

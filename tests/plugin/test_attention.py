@@ -11,7 +11,14 @@ from typing import Any
 import pytest
 from implementations import HAS_VLLM
 
-from pyblockpool.doctor import Attention, Backend, Question, Remark, UnknownBackendError
+from pyblockpool.doctor import (
+    Attention,
+    Backend,
+    Question,
+    RefusedTileError,
+    Remark,
+    UnknownBackendError,
+)
 from pyblockpool.plugin import attention
 from pyblockpool.plugin.attention import FLEX_ATTENTION, LOOKUPS, Lookup, examine_attention
 
@@ -112,21 +119,37 @@ def test_the_tile_of_flex_attention(
     assert f"its KV tile {'is' if costs else 'of'} {tile} tokens" in verdict.sentence
 
 
-@pytest.mark.parametrize(
-    ("block_size", "kv_tile", "reason"),
-    [
-        (24, None, "it does not take blocks of 24 tokens"),
-        (16, 24, "ValueError: flex_attn_kv_block_size must be a power of 2"),
-    ],
-)
-def test_what_flex_attention_refuses(block_size: int, kv_tile: int | None, reason: str) -> None:
-    found, backends, remarks = ask(FLEX_ATTENTION, block_size, kv_tile)
+def test_blocks_that_flex_attention_refuses() -> None:
+    reason = "it does not take blocks of 24 tokens"
+    found, backends, remarks = ask(FLEX_ATTENTION, 24)
     assert (found.flex_attention_tile, found.fragmentation_costs) == (None, None)
     assert backends[FLEX_ATTENTION].reads == "unknown"
     assert reason in backends[FLEX_ATTENTION].reason
     assert any(
         each.level == "unknown" and reason in each.sentence and each.sentence.startswith("cannot")
         for each in remarks
+    )
+
+
+@pytest.mark.parametrize("backend", [FLEX_ATTENTION, "FLASH_ATTN", None])
+def test_a_tile_that_vllm_refuses(backend: str | None) -> None:
+    """A wrong question, not something unknown; in vLLM's words, in one line."""
+    refusal = "refuses flex_attn_kv_block_size 24: ValueError: flex_attn_kv_block_size must be a"
+    with pytest.raises(RefusedTileError, match=refusal) as refused:
+        ask(backend, 16, 24)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_fault_of_something_else_is_no_refusal(
+    flex: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*arguments: Any) -> None:
+        raise ValueError("no such layer")
+
+    monkeypatch.setattr(flex.FlexAttentionMetadataBuilder, "__init__", fail)
+    _, backends, _ = ask(FLEX_ATTENTION, 16, 128)
+    assert backends[FLEX_ATTENTION] == Backend(
+        FLEX_ATTENTION, "unknown", "ValueError: no such layer"
     )
 
 
@@ -158,7 +181,7 @@ def test_flex_attention_is_mentioned_if_another_is_used() -> None:
     assert remarks[-1].sentence == f"{FLEX_ATTENTION} would gain nothing either: {gains_nothing}"
     _, _, remarks = ask("FLASHMLA", 128, 128)
     assert remarks[-1].sentence == f"{FLEX_ATTENTION} would gain nothing: {gains_nothing}"
-    _, _, remarks = ask("FLASH_ATTN", 16, 24)
+    _, _, remarks = ask("FLASH_ATTN", 24)
     assert any("what FLEX_ATTENTION would read at once" in each.sentence for each in remarks)
 
 

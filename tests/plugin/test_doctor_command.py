@@ -285,6 +285,17 @@ def test_a_backend_that_vllm_does_not_have(capfd: pytest.CaptureFixture[str]) ->
 
 
 @pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
+def test_a_tile_that_vllm_refuses(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor", "--flex-attn-kv-block-size", "24"])
+    assert ended.value.code == 2
+    printed = capfd.readouterr()
+    last = printed.err.splitlines()[-1]
+    assert "refuses flex_attn_kv_block_size 24: ValueError: flex_attn_kv_block_size must" in last
+    assert printed.out == ""
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vLLM is not installed")
 def test_the_example_of_the_help(capfd: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["doctor", "--help"])
