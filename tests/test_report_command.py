@@ -371,3 +371,31 @@ def test_a_reader_that_goes_away(tmp_path: Path) -> None:
             process.stdout.close()
             assert process.wait() == 1
             assert process.stderr.read() == ""
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_a_terminal_has_room_for_what_matters(
+    tmp_path: Path, native: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    """Names and rounds stay whole, and figures are left out rather than cut."""
+    rows = [request([4, 9, 8], 48, prefill=1234.5), reset(), request([1], 9, outcome="abort")]
+    stock = write(tmp_path / "stock-long-name.jsonl", header(), *rows * 6)
+    printed = Terminal()
+    monkeypatch.setattr(sys, "stdout", printed)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    assert main(["report", str(stock), str(native)]) == 0
+    shown = re.sub("\x1b[^m]*m", "", printed.getvalue())
+    assert "\N{HORIZONTAL ELLIPSIS}" not in shown
+    assert max(map(len, shown.splitlines())) <= width
+    for tables in shown.split("whole tables: "):
+        for part in ("engine +round", "stock-long-name +1 +1 ", " 7 +1 ", "native +all +2 "):
+            assert re.search(rf"^ *{part}", tables, re.M), part
+        left_out = re.search("no room for .*median", " ".join(tables.split()))
+        assert bool(left_out) == (width < 120)
+        assert re.search(r"a run .*tiles ", tables)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
-from rich.console import Console
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from pyblockpool.cli import tables
 from pyblockpool.cli.arguments import Verbs, add_plot, add_verb, at_least
-from pyblockpool.cli.terminal import number, show, show_json
+from pyblockpool.cli.terminal import FirstThatFits, number, show, show_json
 from pyblockpool.replay import Figures, Setup, replay_each
 from pyblockpool.report import Choices
 from pyblockpool.request_trace import ARRANGEMENTS, read_requests
 from pyblockpool.settings import QUEUE_VARIABLE, QUEUES
 
 REPLAYED = ("python", "native:sorted", "native:extent")
+
+# In columns: longer names of figures are wrapped before those of queues.
+_LONGEST_NAME = 26
 
 
 def add_to(verbs: Verbs) -> None:
@@ -176,12 +180,11 @@ def _replay(options: argparse.Namespace) -> int:
     return 0
 
 
-def _table(figures: dict[str, Figures], setup: Setup) -> Table:
-    """A column a queue: the names of the figures are long, and queues are few."""
-    table = Table()
-    table.add_column()
-    for queue in figures:
-        table.add_column(queue, justify="right", overflow="fold")
+def _table(figures: dict[str, Figures], setup: Setup) -> FirstThatFits:
+    """A column a queue: the names of the figures are long, and queues are few.
+
+    Where there is no room for that, first those are wrapped, then the names of queues.
+    """
     rows: list[tuple[str, Callable[[Figures], str]]] = [
         ("prefix hits", lambda each: number(each.hit_rate, ".2%")),
         ("blocks a run, in prompts", lambda each: number(each.prefill.blocks_per_run, ",.1f")),
@@ -197,9 +200,23 @@ def _table(figures: dict[str, Figures], setup: Setup) -> Table:
         ("shortages", lambda each: _of_queue(each, "shortages")),
         ("preemptions", lambda each: f"{each.preemptions:,}"),
     ]
-    for name, text in rows:
-        table.add_row(name, *map(text, figures.values()))
-    return table
+
+    def way(longest_name: int | None, wrapped: bool) -> RenderableType:
+        table = Table()
+        table.add_column(max_width=longest_name)
+        for queue in figures:
+            heading = re.sub("(?<=[:,])", "\n", queue) if wrapped else queue
+            table.add_column(heading, justify="right", overflow="fold")
+        for name, text in rows:
+            table.add_row(name, *map(text, figures.values()))
+        return table
+
+    def ways() -> Iterator[RenderableType]:
+        yield way(None, wrapped=False)
+        yield way(_LONGEST_NAME, wrapped=False)
+        yield way(_LONGEST_NAME, wrapped=True)
+
+    return FirstThatFits(ways)
 
 
 def _of_queue(figures: Figures, name: str) -> str:

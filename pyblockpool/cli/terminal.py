@@ -5,15 +5,39 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from rich.console import Console, RenderableType
+from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
+from rich.measure import Measurement
+
+# In columns: a pipe has no width, and nothing is cut there.
+_PIPE = 1000
+
+
+@dataclass(frozen=True)
+class FirstThatFits:
+    """Of several ways to show something, the first that the terminal is wide enough for.
+
+    Attributes:
+        ways: the best of them first; the last is taken where none fits.
+    """
+
+    ways: Callable[[], Iterable[RenderableType]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        unlimited = options.update(width=_PIPE)
+        way: RenderableType = ""
+        for way in self.ways():
+            if Measurement.get(console, unlimited, way).maximum <= options.max_width:
+                break
+        yield way
 
 
 def show(*parts: RenderableType) -> None:
     """Print tables and text on stdout, as rich does: no colour with NO_COLOR or in a pipe."""
-    # A pipe has no width: nothing is cut there.
-    width = None if sys.stdout.isatty() else 1000
+    width = None if sys.stdout.isatty() else _PIPE
     console = Console(width=width, markup=False, emoji=False, highlight=False)
     for part in parts:
         console.print(part)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from implementations import HAS_VLLM
 from pools import splits_by_hash
 
 from pyblockpool.block_trace import Request, read_sections
+from pyblockpool.cli import main
 from pyblockpool.errors import ReplayError, SettingsError
 from pyblockpool.plugin import entry
 from pyblockpool.replay import Figures, Setup, replay, replay_each
@@ -409,6 +412,40 @@ def test_the_command_tells_rounds_and_draws(trace: str, tmp_path: Path) -> None:
     drawn = picture.read_text()
     for text in ("blocks a run, in whole tables", "prefix hits", "native:extent, round 2"):
         assert text in drawn
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize(
+    ("width", "headings"),
+    [
+        (120, [["python", "native:extent", "native:extent,pack_tails"]]),
+        (90, [["python", "native:extent", "native:extent,pack_tails"]]),
+        (60, [["", "", "native:"], ["", "native:", "extent,"], ["python", "extent", "pack_tails"]]),
+    ],
+)
+def test_names_of_queues_on_a_narrow_terminal(
+    trace: str, monkeypatch: pytest.MonkeyPatch, width: int, headings: list[list[str]]
+) -> None:
+    """First the names of figures are wrapped, then those of queues, between their parts."""
+    printed = Terminal()
+    monkeypatch.setattr(sys, "stdout", printed)
+    monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setenv("TERM", "xterm")
+    queues = ("python", "native:extent", "native:extent,pack_tails")
+    arguments = [f"--policy={queue}" for queue in queues]
+    assert main(["replay", trace, "--blocks", "400", "--residents", "3", *arguments]) == 0
+    shown = re.sub("\x1b[^m]*m", "", printed.getvalue())
+    cells = [
+        [cell.strip() for cell in line.split(line[0])[2:-1]]
+        for line in shown.splitlines()
+        if line[0] == "┃"
+    ]
+    assert sorted(cells) == sorted(headings)
+    assert max(map(len, shown.splitlines())) <= width
 
 
 def test_figures_that_there_are_none_of(tmp_path: Path) -> None:
