@@ -9,12 +9,13 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 
 from pyblockpool.contiguity import Contiguity, Table
 from pyblockpool.errors import MissingExtraError
@@ -43,6 +44,9 @@ _LINES = (_BLUE, _VERMILLION, _GREEN, _ORANGE, _PURPLE, _SKY, _BLACK)
 _MARKERS = "osD^vPX"
 REQUESTS = (_BLUE, _ORANGE, _GREEN, _PURPLE, _SKY, _VERMILLION, _YELLOW)
 UNUSED = "#E8E8E8"
+
+# Indices of colours; masked where there is no block.
+Cells: TypeAlias = "np.ma.MaskedArray[Any, np.dtype[np.int32]]"
 
 _STYLE = {
     "font.size": 9,
@@ -115,7 +119,8 @@ def picture(engines: Sequence[EngineFigures], part: str = "prompts") -> Figure:
     """Rounds above, maps of the pools below, the engines beside each other.
 
     The rounds are those of the KV-cache group with the most blocks. A map has a cell for each block
-    of the pool, in the colour of the request that was the last in the round to hold it. Of more
+    of the pool, in a colour of the request that was the last in the round to hold it;
+    requests whose blocks touch differ, as far as there are colours for it. Of more
     than one round, the first and the last are mapped.
 
     Args:
@@ -230,7 +235,7 @@ def _draw_maps(figure: SubFigure, engines: Sequence[EngineFigures], num_maps: in
     columns = min(len(engines), _COLUMNS)
     width = _row_width(highest + 1, aspect=2.4 / columns)
     height = -(-(highest + 1) // width)
-    colours = ListedColormap(["white", UNUSED, *REQUESTS])
+    colours = ListedColormap([UNUSED, *REQUESTS])
     rows = num_maps * -(-len(engines) // columns)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
     for axes in grid.flat:
@@ -260,7 +265,9 @@ def _draw_maps(figure: SubFigure, engines: Sequence[EngineFigures], num_maps: in
                 axes.set_ylabel("first block id of a row")
     when = " in the round" if num_maps > 1 else ""
     figure.suptitle(
-        f"pool: each block in the colour of the request that held it last{when}; grey: in no table",
+        f"pool: each block in the colour of the request that held it last{when}; requests that\n"
+        f"touch differ, as far as {len(REQUESTS)} colours go; grey: in no table, white: no block\n"
+        "colours show where blocks lie, not in which order: descending is as neat as ascending",
         fontsize=10,
     )
 
@@ -270,9 +277,43 @@ def _row_width(num_blocks: int, aspect: float) -> int:
     return 1 << max(3, round(math.log2(math.sqrt(num_blocks * aspect))))
 
 
-def _folded(holders: Table, width: int, height: int) -> npt.NDArray[np.int32]:
-    """Indices of colours, shape (height, width): 0 beyond the pool, 1 nobody, else a request."""
-    colours = np.zeros(height * width, np.int32)
-    inside = holders[: len(colours)]
-    colours[: len(inside)] = np.where(inside < 0, 1, 2 + inside % len(REQUESTS))
-    return colours.reshape(height, width)
+def _folded(holders: Table, width: int, height: int) -> Cells:
+    """Indices of colours, shape (height, width): 0 nobody, else a request; masked: no block."""
+    inside = holders[: height * width]
+    colours = np.zeros((height, width), np.int32)
+    colours.flat[: len(inside)] = _colours(inside, width)
+    beyond = np.arange(colours.size).reshape(height, width) >= len(inside)
+    masked: Cells = np.ma.masked_where(beyond, colours)  # type: ignore[no-untyped-call]
+    return masked
+
+
+def _colours(holders: Table, width: int) -> Table:
+    """For each block a number from 1 on, 0 for nobody.
+
+    A request has one colour. Where it can be, it differs from those of the requests whose blocks
+    touch its own, beside, above or below; where a request touches too many others, from those that
+    it touches most.
+    """
+    touching: dict[int, Counter[int]] = defaultdict(Counter)
+    for distance in (1, width):
+        pairs = zip(holders[:-distance].tolist(), holders[distance:].tolist(), strict=True)
+        for (one, other), times in Counter(pairs).items():
+            if one != other and min(one, other) >= 0:
+                touching[one][other] += times
+                touching[other][one] += times
+    requests = np.unique(holders[holders >= 0]).tolist()
+    colour_of: dict[int, int] = {}
+    for place, request in enumerate(sorted(requests, key=lambda each: -len(touching[each]))):
+        taken = [0] * len(REQUESTS)
+        for other, times in touching[request].items():
+            if other in colour_of:
+                taken[colour_of[other] - 1] += times
+        # From another colour on each time, so that all of them are used.
+        turn = [(place + step) % len(REQUESTS) for step in range(len(REQUESTS))]
+        colour_of[request] = 1 + min(turn, key=taken.__getitem__)
+    found: Table = np.zeros(len(holders), np.int32)
+    if requests:
+        palette = np.array([colour_of[each] for each in requests], np.int32)
+        held = holders >= 0
+        found[held] = palette[np.searchsorted(requests, holders[held])]
+    return found

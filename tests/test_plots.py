@@ -137,14 +137,40 @@ def test_maps(stock: EngineFigures, native: EngineFigures) -> None:
             assert to_hex(colour) == expected.lower(), (axes.get_title(), block)
 
 
-def test_who_held_a_block_last(tmp_path: Path) -> None:
-    """Nine requests: the seven colours begin anew, and where the pool ends there is none."""
-    rows = [request([number + 1, number + 2], 32) for number in range(9)]
-    seen = engine(tmp_path, "stock", *rows, num_blocks=11)
+def test_neighbours_in_the_pool_differ(tmp_path: Path) -> None:
+    """Requests that touch, beside or above each other; where the pool ends there is no colour."""
+    rows = [request([number, number + 1], 32) for number in range(1, 116, 2)]
+    rows += [request([number], 16) for number in (9, 23, 31, 110)]
+    seen = engine(tmp_path, "stock", *rows, num_blocks=117)
     (axes,) = parts(plots.picture([seen]))[1]
-    cells = np.asarray(axes.images[0].get_array()).ravel().tolist()
-    assert cells[:11] == [1, 2, 3, 4, 5, 6, 7, 8, 2, 3, 3]
-    assert set(cells[11:]) == {0}
+    cells = axes.images[0].get_array()
+    flat, width = cells.ravel(), cells.shape[1]
+    holders = seen.last_holders.tolist()
+    assert np.ma.getmaskarray(flat).tolist() == [place > 116 for place in range(len(flat))]
+    assert {holder for block, holder in enumerate(holders[:117]) if flat[block] == 0} == {-1}
+    colours = flat.compressed().tolist()
+    assert set(colours) == set(range(len(plots.REQUESTS) + 1))
+    for block, holder in enumerate(holders[:117]):
+        for beside in (block + 1, block + width):
+            if beside < 117:
+                assert (colours[block] == colours[beside]) == (holder == holders[beside])
+
+
+def test_more_neighbours_than_colours(tmp_path: Path) -> None:
+    """The one that touches them all still has one colour, and shares it with the fewest."""
+    rows = [request(range(1, 60, 2), 30 * 16)]
+    rows += [request([number], 16) for number in range(2, 61, 2)]
+    seen = engine(tmp_path, "stock", *rows)
+    (axes,) = parts(plots.picture([seen]))[1]
+    cells = axes.images[0].get_array().ravel()
+    assert len({int(cells[block]) for block in range(1, 60, 2)}) == 1
+    assert all(cells[block] != cells[block + 1] for block in range(1, 60))
+
+
+def test_the_title_of_the_maps_says_what_colour_does_not_show(stock: EngineFigures) -> None:
+    (title,) = [text.get_text() for text in plots.picture([stock]).subfigs[1].texts]
+    assert "where blocks lie, not in which order" in title
+    assert "white: no block" in title
 
 
 def test_many_engines_stand_below_each_other(tmp_path: Path) -> None:
