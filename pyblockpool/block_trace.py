@@ -327,7 +327,7 @@ def _parsed(row: Row, header: Header | None) -> Header | Request | Reset | End:
     if "block_trace" in row:
         return _header(row)
     if header is None:
-        raise ValueError("no header before it: what is known of blocks and groups stands there")
+        raise ValueError("no header before it: the beginning of the file is missing")
     if "request" in row:
         return _request(row, header)
     if "reset" in row:

@@ -83,6 +83,8 @@ def test_rounds_engines_and_all(
         "stock all 3 12 2.0 4.0 2.33 66.7% 66.7% 4 2.0 7.50",
         "native all 2 6 3.0 3.0 1.00 100.0% 100.0% 4 1.0 2.75",
     ]
+    assert "from being scheduled to the first token" in whole
+    assert "longest run, in blocks" in whole
     for heading in ("prompts: the blocks that prefill computes and reads", "prefix", "merge-"):
         assert heading in prompts
 
@@ -107,7 +109,11 @@ def test_what_ran(stock: Path, native: Path, capsys: pytest.CaptureFixture[str])
         ({"caching": False}, end(), "prefix cache off"),
         ({"dp_rank": 3}, end(), "data-parallel rank 3"),
         ({"groups": [FULL, WINDOW]}, end(), "2 layers, blocks of 16 tokens; SlidingWindowSpec, 3 "),
-        ({}, reset(), "no end: it is still running, or was killed"),
+        (
+            {},
+            reset(),
+            "stopped by vLLM or a crash; the last second may be missing",
+        ),
         ({}, end(end="size limit"), "recording stopped: size limit"),
         ({}, end(lost=1200), "1,200 records lost"),
     ],

@@ -218,7 +218,10 @@ def _how_it_went(section: Section, engine: EngineFigures) -> str:
         split,
     ]
     if section.end is None:
-        parts.append("no end: it is still running, or was killed")
+        parts.append(
+            "no end line: it is still running, or was stopped by vLLM or a crash; the last second "
+            "may be missing"
+        )
     elif section.end.end != "closed":
         parts.append(f"recording stopped: {section.end.end}")
     if section.end is not None and section.end.lost:

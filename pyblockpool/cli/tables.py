@@ -65,8 +65,9 @@ def _meanings(choices: Choices) -> Table:
         ("blocks a run", "in a stretch of consecutive ids; median: of the means of the tables"),
         ("mergeable", "neighbours that one copy takes together; either: descending ids, too"),
         ("tiles", f"of {choices.tile_tokens} tokens that tables touch, 1.00 if they were packed"),
-        ("longest", "run"),
+        ("longest", "longest run, in blocks"),
         ("descr. a table", f"descriptors of copies that move a table, one a run{regions}"),
+        ("prefill", "from being scheduled to the first token"),
         ("high water", "the highest block that was used, over the number of blocks used"),
     ):
         meanings.add_row(*row)
