@@ -187,10 +187,13 @@ def _table(figures: dict[str, Figures], setup: Setup) -> FirstThatFits:
     """
     rows: list[tuple[str, Callable[[Figures], str]]] = [
         ("prefix hits", lambda each: number(each.hit_rate, ".2%")),
-        ("blocks a run, in prompts", lambda each: number(each.prefill.blocks_per_run, ",.1f")),
-        ("blocks a run, at release", lambda each: number(each.release.blocks_per_run, ",.1f")),
-        ("longest run", lambda each: f"{each.release.longest_run:,}"),
-        ("mergeable share", lambda each: number(each.release.mergeable_share, ".1%")),
+        (
+            "blocks a run, in prompts (2nd half of the requests)",
+            lambda each: number(each.prefill.blocks_per_run, ",.1f"),
+        ),
+        ("blocks a run, in whole tables", lambda each: number(each.release.blocks_per_run, ",.1f")),
+        ("longest run, in whole tables", lambda each: f"{each.release.longest_run:,}"),
+        ("mergeable, in whole tables", lambda each: number(each.release.mergeable_share, ".1%")),
         (
             f"tile amplification, {setup.tile} blocks",
             lambda each: number(each.release.tile_amplification, ".2f"),

@@ -387,6 +387,9 @@ def test_the_command_prints_a_table(trace: str) -> None:
     assert figures["prefix hits"][0] == figures["prefix hits"][1] != "0.00%"
     assert 1.0 <= float(figures["tile amplification, 8 blocks"][1]) < 1.05
     assert figures["shortages"] == ["-", "0"]
+    assert "blocks a run, in prompts (2nd half of the requests)" in figures
+    for name in ("blocks a run", "longest run", "mergeable"):
+        assert f"{name}, in whole tables" in figures
 
 
 def test_the_command_prints_json(trace: str) -> None:
