@@ -62,12 +62,7 @@ class Section:
         status = import_module(surface.REQUEST).RequestStatus
         self._running, self._loading = status.RUNNING, status.WAITING_FOR_REMOTE_KVS
         self._outcomes = {each: _outcome(status, each) for each in status}
-        # Group -> tables by request. A tier in host memory has a pool, and so ids, of its own.
-        self._tables = [
-            (group, each.req_to_blocks)
-            for group, each in enumerate(manager.coordinator.single_type_managers)
-            if each.block_pool is manager.block_pool
-        ]
+        self._groups = list(enumerate(manager.coordinator.single_type_managers))
         # When the manager goes, or the process, whatever of both comes first: a process of
         # multiprocessing runs no other exit hooks.
         self.close = Finalize(manager, writer.close, exitpriority=0)
@@ -110,11 +105,14 @@ class Section:
             request_id = request.request_id
             tables = []
             blocks = 0
-            for group, by_request in self._tables:
-                # Not their ids: those are objects that nobody else needs now, and far away.
-                table = tuple(by_request.get(request_id, ()))
-                tables.append((group, table))
-                blocks += len(table)
+            pool = manager.block_pool
+            for group, each in self._groups:
+                # A tier in host memory has a pool, and so ids, of its own.
+                if each.block_pool is pool:
+                    # Not their ids: those are objects that nobody else needs now, and far away.
+                    table = tuple(each.req_to_blocks.get(request_id, ()))
+                    tables.append((group, table))
+                    blocks += len(table)
             if waiting := self.waiting.pop(request, None):
                 since, tokens, hit = waiting
                 has_token = self.in_step and request.num_output_tokens > tokens
