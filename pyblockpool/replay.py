@@ -30,7 +30,7 @@ from pyblockpool.contiguity import Contiguity, Table
 from pyblockpool.errors import BlockQueueError, ReplayError
 from pyblockpool.report import TILE_TOKENS, EngineFigures, contiguity_as_json, or_none
 from pyblockpool.request_trace import TraceRequest
-from pyblockpool.settings import QUEUE_VARIABLE, Settings
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings
 from pyblockpool.trace_writer import PREEMPTED
 
 
@@ -217,6 +217,7 @@ def _replay_in_child(
 ) -> None:
     """Send the number of admitted requests again and again, then the figures or the error."""
     os.environ[QUEUE_VARIABLE] = queue
+    os.environ.pop(TRACE_VARIABLE, None)  # a trace tells of engines
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
     try:
         from vllm.plugins import load_general_plugins

@@ -26,7 +26,7 @@ from pyblockpool.plugin import entry
 from pyblockpool.replay import Figures, Setup, replay, replay_each
 from pyblockpool.report import Choices, EngineFigures, engine_figures
 from pyblockpool.request_trace import TraceRequest, read_requests
-from pyblockpool.settings import QUEUE_VARIABLE
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE
 
 pytestmark = pytest.mark.skipif(
     not HAS_VLLM or not splits_by_hash(), reason="placement needs vLLM 0.24.0 or later"
@@ -335,6 +335,12 @@ def test_each_queue_in_a_process_of_its_own() -> None:
     assert [figures.queue.get("policy") for figures in found.values()] == [None, "lru", "extent"]
     assert found["native:extent,size=2"].queue["size"] == 2
     assert found["native"].release == found["python"].release
+
+
+def test_a_replay_is_not_recorded(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv(TRACE_VARIABLE, str(tmp_path / "trace.jsonl"))
+    replay_each(chats(1, 1), Setup(100, 1), ["python"])
+    assert not list(tmp_path.iterdir())
 
 
 def test_troubles_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
