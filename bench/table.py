@@ -114,6 +114,22 @@ def runs_table(results: dict[str, Any]) -> list[str]:
     return lines
 
 
+def trace_table(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "| running requests, tokens of prompt + answer | a step, ms | in the step | quartiles "
+        "| writing thread |",
+        "| --- | ---: | ---: | ---: | ---: |",
+    ]
+    for row in results["rows"]:
+        low, high = row["hooks_percent_quartiles"]
+        lines.append(
+            f"| {row['running']}, {row['prompt']:,} + {row['output']} | {row['step_us'] / 1000:.1f} "
+            f"| {row['hooks_percent']:.1f}% | {low:.1f}% to {high:.1f}% "
+            f"| {row['writer_percent']:.1f}% |"
+        )
+    return [*lines, "", provenance(results)]
+
+
 def replay_header(columns: list[str]) -> list[str]:
     return [
         f"| trace | blocks / resident | {' | '.join(columns)} |",
@@ -151,6 +167,7 @@ TABLES = {
         "flat": flat_table,
     },
     "replay": {"replay": replay_table, "runs": runs_table},
+    "trace": {"trace": trace_table},
 }
 
 
