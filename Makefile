@@ -67,6 +67,7 @@ bench: install
 	mkdir -p bench/results
 	$(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benchmark-disable-gc \
 	  --benchmark-columns=median,iqr --results=bench/results/micro.json
+	$(BIN)/python bench/trace_cost.py
 	$(BIN)/python bench/table.py
 
 # The placement policies on public request traces; TRACES is the folder they are in.

@@ -122,8 +122,9 @@ def trace_table(results: dict[str, Any]) -> list[str]:
     ]
     for row in results["rows"]:
         low, high = row["hooks_percent_quartiles"]
+        step = row["step_us"] / 1000
         lines.append(
-            f"| {row['running']}, {row['prompt']:,} + {row['output']} | {row['step_us'] / 1000:.1f} "
+            f"| {row['running']}, {row['prompt']:,} + {row['output']} | {step:.1f} "
             f"| {row['hooks_percent']:.1f}% | {low:.1f}% to {high:.1f}% "
             f"| {row['writer_percent']:.1f}% |"
         )
