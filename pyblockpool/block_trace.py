@@ -257,7 +257,8 @@ def _refuse_other_files(path: Path, file: BufferedReader) -> None:
     known = first.startswith(_HEADER) if row is None else row.keys() & {"block_trace", "t"}
     if not known or len(first) == _LONGEST_HEADER:
         raise TraceError(
-            f"{path}: not a block trace, as an engine writes one under VLLM_BLOCK_TRACE={path.name}"
+            f"{path}: not a block trace, that is, a file that an engine has written under "
+            "VLLM_BLOCK_TRACE; `pyblockpool replay` reads request traces"
         )
 
 

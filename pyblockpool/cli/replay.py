@@ -15,10 +15,11 @@ from rich.table import Table
 from pyblockpool.cli import tables
 from pyblockpool.cli.arguments import Verbs, add_plot, add_verb, at_least
 from pyblockpool.cli.terminal import FirstThatFits, number, show, show_json
+from pyblockpool.errors import SettingsError
 from pyblockpool.replay import Figures, Setup, replay_each
 from pyblockpool.report import Choices
 from pyblockpool.request_trace import ARRANGEMENTS, read_requests
-from pyblockpool.settings import QUEUE_VARIABLE, QUEUES
+from pyblockpool.settings import QUEUE_VARIABLE, QUEUES, Settings
 
 REPLAYED = ("python", "native:sorted", "native:extent")
 
@@ -60,6 +61,7 @@ def add_to(verbs: Verbs) -> None:
     replay.add_argument(
         "--policy",
         action="append",
+        type=_queue,
         metavar="QUEUE",
         help=f"a value of {QUEUE_VARIABLE} ({', '.join(QUEUES)}), may be repeated; python is "
         f"vLLM's own queue; default: {', '.join(REPLAYED)}",
@@ -125,6 +127,15 @@ def add_to(verbs: Verbs) -> None:
     )
     add_plot(replay, "the queues beside each other, and maps of their pools")
     replay.add_argument("--json", action="store_true", help="print JSON instead of a table")
+
+
+def _queue(text: str) -> str:
+    """A type of argparse: a value of VLLM_BLOCK_QUEUE."""
+    try:
+        Settings.from_environ({QUEUE_VARIABLE: text})
+    except SettingsError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is none of {', '.join(QUEUES)}") from error
+    return text
 
 
 def _replay(options: argparse.Namespace) -> int:

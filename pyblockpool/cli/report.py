@@ -122,8 +122,11 @@ def _read(paths: Sequence[Path]) -> tuple[list[Section], list[str]]:
         for path in paths:
             try:
                 found = read_sections(path, advance)
-            except (TraceError, OSError) as error:
+            except TraceError as error:
                 complaints.append(str(error))
+                continue
+            except OSError as error:
+                complaints.append(f"{path}: {error.strerror or error}")
                 continue
             sections += found
             complaints += [_left_out(section) for section in found if section.cut]
@@ -133,9 +136,10 @@ def _read(paths: Sequence[Path]) -> tuple[list[Section], list[str]]:
 def _left_out(section: Section) -> str:
     first, *others = section.cut
     also = f", and so are {len(others)} more, up to line {others[-1]}" if others else ""
+    writing = "" if section.end else ", or the engine is just writing it"
     return (
-        f"{section.path}:{first}: the line is cut off, by a crash or a full disk, or the engine is "
-        f"just writing it{also}; {counted(section.requests, 'request')} could be read"
+        f"{section.path}:{first}: the line is cut off, by a crash or a full disk{writing}{also}; "
+        f"{counted(section.requests, 'request')} could be read"
     )
 
 

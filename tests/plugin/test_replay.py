@@ -472,7 +472,7 @@ def test_figures_that_there_are_none_of(tmp_path: Path) -> None:
     [
         (["nowhere.jsonl", "--blocks", "100"], 1, "No such file"),
         (["{trace}", "--blocks", "9"], 1, "does not fit into 9 blocks"),
-        (["{trace}", "--blocks", "100", "--policy", "lru"], 1, "'lru' is not allowed"),
+        (["{trace}", "--blocks", "100", "--policy", "lru"], 2, "'lru' is none of python, native,"),
         (["{trace}", "--blocks", "1"], 2, "--blocks: must be at least 2, not 1"),
         (["{trace}", "--blocks", "100", "--chunk", "0"], 2, "--chunk: must be at least 1, not 0"),
         (["{trace}"], 2, "required: --blocks"),
