@@ -568,7 +568,9 @@ def test_packed_tables_do_not_cost_the_cache(
     assert num_cached(strict_class, 256, length, in_flight, True) > 256 - 8 * (in_use + 2)
 
 
-@pytest.mark.parametrize(("length", "cached"), [(2, 254), (9, 575), (20, 848), (50, 908)])
+@pytest.mark.parametrize(
+    ("length", "cached"), [(2, 254), (9, 575), (20, 848), (50, 908), (200, 1016)]
+)
 def test_what_fresh_tables_cost_the_cache(length: int, cached: int) -> None:
     """They share no extent, so the last one of each is filled in part: the README tells."""
     assert num_cached(FreeBlockQueue, 1024, length, 0, False) == cached
