@@ -146,7 +146,7 @@ def test_neighbours_in_the_pool_differ(tmp_path: Path) -> None:
     cells = axes.images[0].get_array()
     flat, width = cells.ravel(), cells.shape[1]
     holders = seen.last_holders.tolist()
-    assert np.ma.getmaskarray(flat).tolist() == [place > 116 for place in range(len(flat))]
+    assert flat.mask.tolist() == [place > 116 for place in range(len(flat))]
     assert {holder for block, holder in enumerate(holders[:117]) if flat[block] == 0} == {-1}
     colours = flat.compressed().tolist()
     assert set(colours) == set(range(len(plots.REQUESTS) + 1))
