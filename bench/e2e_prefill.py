@@ -1,7 +1,6 @@
 """Prefill of a real vLLM engine, round by round, as its pool of KV-cache blocks ages.
 
-    python bench/e2e_prefill.py                  # scenes idle and busy, KV tiles of 16 and 128
-    python bench/e2e_prefill.py --repetitions 3  # as published
+    python bench/e2e_prefill.py --repetitions 3  # scenes idle and busy, KV tiles of 16 and 128
 
 An engine serves one long prompt a round, with vLLM's FlexAttention backend. Between two rounds its
 pool is aged: requests without a model (vLLM's own `Request`s, through the engine's own
@@ -39,6 +38,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from tiny_llama import engine_environment, write_tiny_llama
+
+from pyblockpool.contiguity import Contiguity
 
 
 @dataclass(frozen=True)
@@ -209,20 +210,14 @@ def _rounds(llm: Any, vllm: Any, variant: Variant, shape: Shape, record: Path) -
     for number in range(shape.rounds):
         played = prefill(number)
         crowd.age(shape.in_flight if busy else 0)
-        if variant.resets_order:
-            acted = llm.reset_free_block_queue_order() if busy else None
-            if not busy:
-                acted = llm.reset_prefix_cache(reorder_free_queue=True)
-            played["order_was_reset"] = acted
-        elif not busy and not llm.reset_prefix_cache():
-            raise RuntimeError(f"the prefix cache cannot be reset after round {number + 1}")
+        if busy:
+            if variant.resets_order and llm.reset_free_block_queue_order():
+                raise RuntimeError(f"the order was reset in flight, after round {number + 1}")
+        elif not llm.reset_prefix_cache(
+            **({"reorder_free_queue": True} if variant.resets_order else {})
+        ):
+            raise RuntimeError(f"nothing was reset after round {number + 1}")
         yield played
-
-
-def amplification(block_ids: list[int], shape: Shape) -> float:
-    """KV tiles that a table touches, over those that it would touch if it were packed."""
-    tile = shape.tile // shape.block_size
-    return len({block_id // tile for block_id in block_ids}) / -(-len(block_ids) // tile)
 
 
 def run(name: str, shape: Shape, options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -305,7 +300,9 @@ def main() -> int:
                     bar.update(task, description=f"{shape.scene}, tile {shape.tile}, {name}")
                     rounds = run(name, shape, options)
                     for each in rounds:
-                        each["tile_amplification"] = amplification(each.pop("table"), shape)
+                        tiles = Contiguity(shape.tile // shape.block_size)
+                        tiles.add(each.pop("table"))
+                        each["tile_amplification"] = tiles.tile_amplification
                     runs.append(
                         {
                             "variant": name,
