@@ -1,7 +1,7 @@
 """The file of a block trace: records go into a buffer, and a thread of their own writes them.
 
-Who records must not wait for a disk, nor spend time on text: `TraceWriter.put()` keeps references
-to the blocks of a table and returns. About once a second the thread turns what has come in into
+Who records must not wait for a disk, nor spend time on text: `TraceWriter.put_table()` keeps a
+reference to each table and returns. About once a second the thread turns what has come in into
 lines (JSON, UTF-8) and appends them. A file is made of sections, one for each engine; a section is
 a header, records and an end line:
 
@@ -13,7 +13,7 @@ a header, records and an end line:
 
 ``t``: seconds since the header. ``runs`` spells the table in order, as ``[first, count]``: a run is
 consecutive ascending ids, and the null block (id 0) makes runs of its own. ``requests`` counts the
-`TableRecord` that were written, ``lost`` the records that could not be.
+requests that were written, ``lost`` the records that could not be.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from json.encoder import encode_basestring_ascii as _quoted
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, Protocol
 
 FORMAT = 1
 # The outcome of requests that lost their blocks and will start again: they have another record.
@@ -63,41 +63,6 @@ class Block(Protocol):
     block_id: int
 
 
-class TableRecord(NamedTuple):
-    """A request that gives up its blocks.
-
-    Attributes:
-        at: moment, on the clock of `time.monotonic()`.
-        request: its id.
-        outcome: why it does.
-        prompt: tokens of its prompt.
-        tokens: tokens that were computed, or found in the prefix cache.
-        hit: those that were found.
-        prefill: seconds from being scheduled to the first token, None if there was none.
-        tables: (KV-cache group, its blocks in the order of the tokens).
-    """
-
-    at: float
-    request: str
-    outcome: str
-    prompt: int
-    tokens: int
-    hit: int
-    prefill: float | None
-    tables: Sequence[tuple[int, Sequence[Block]]]
-
-
-class ResetRecord(NamedTuple):
-    """A reset of ``"prefix_cache"`` or ``"order"``, and whether it was done."""
-
-    at: float
-    reset: str
-    done: bool
-
-
-Record: TypeAlias = TableRecord | ResetRecord
-
-
 class TraceWriter:
     """A section of a trace file, from its header to its end line.
 
@@ -128,7 +93,9 @@ class TraceWriter:
         self.is_over = False
         self._path = path
         self._warn = warn
-        self._waiting: deque[tuple[int, Record]] = deque()
+        # What waits lies flat, the fields of a record one after the other, which come at once: the
+        # garbage collector would visit each tuple that stays.
+        self._waiting: deque[Any] = deque()
         # Each of these is written by one thread only: what came in and what had no room by the one
         # that records, the others by ours.
         self._came_in = self._no_room = 0
@@ -147,16 +114,59 @@ class TraceWriter:
             raise
         _open_writers.add(self)
 
-    def put(self, record: Record, blocks: int = 0) -> None:
-        """Take a record with so many blocks, or count it as lost if too much is waiting."""
+    def put_table(
+        self,
+        at: float,
+        request: str,
+        outcome: str,
+        prompt: int,
+        tokens: int,
+        hit: int,
+        prefill: float | None,
+        blocks: int,
+        tables: Sequence[Any],
+    ) -> bool:
+        """Take the record of a request that gives up its blocks; count it as lost without room.
+
+        Flat, and many arguments: it is called for each request, and an object costs as much as a
+        call.
+
+        Args:
+            at: moment, on the clock of `time.monotonic()`.
+            request: its id.
+            outcome: why it does.
+            prompt: tokens of its prompt.
+            tokens: tokens that were computed, or found in the prefix cache.
+            hit: those that were found.
+            prefill: seconds from being scheduled to the first token, None if there was none.
+            blocks: of all groups.
+            tables: for each KV-cache group four items: its number, how many blocks it has, the
+                first of them (or None), and all of them in the order of the tokens. That list is
+                read later. If it is not the same any more, the recording ends.
+
+        Returns:
+            False if nothing is recorded any more.
+        """
+        if self.is_over:
+            return False
+        if self._came_in - self._left > MAX_WAITING:
+            self._no_room += 1
+        else:
+            self._came_in += _RECORD + blocks
+            self._waiting.extend(
+                (at, request, outcome, prompt, tokens, hit, prefill, blocks, len(tables), *tables)
+            )
+        return True
+
+    def put_reset(self, at: float, reset: str, done: bool) -> None:
+        """The same for a reset of ``"prefix_cache"`` or ``"order"``, and whether it was done."""
         if self.is_over:
             return
         if self._came_in - self._left > MAX_WAITING:
             self._no_room += 1
-            return
-        weight = _RECORD + blocks
-        self._came_in += weight
-        self._waiting.append((weight, record))
+        else:
+            self._came_in += _RECORD
+            self._waiting.extend((at, None, reset, done))
 
     def stop(self) -> None:
         """Take no more records; the thread will write what is waiting, and the end line."""
@@ -204,9 +214,8 @@ class TraceWriter:
             lines: list[str] = []
             size = done = requests = 0
             while self._waiting and done < _SLICE:
-                weight, record = self._waiting.popleft()
-                done += weight
-                line = _lines(record, self._started)
+                requests_in_it, blocks, line = self._next()
+                done += _RECORD + blocks
                 if self._size + size + len(line) > MAX_BYTES - _END_LINE:
                     self._write(lines, requests)
                     self._warn(
@@ -216,7 +225,7 @@ class TraceWriter:
                     return False
                 lines.append(line)
                 size += len(line)
-                requests += isinstance(record, TableRecord)
+                requests += requests_in_it
             self._write(lines, requests)
             self._left += done
             if self._no_room:
@@ -226,6 +235,17 @@ class TraceWriter:
             if not in_haste:
                 time.sleep(_PAUSE)
         return True
+
+    def _next(self) -> tuple[int, int, str]:
+        """Requests and blocks of a record that waited, and its lines."""
+        field = self._waiting.popleft
+        t = field() - self._started
+        request = field()
+        if request is None:
+            return 0, 0, _line({"t": round(t, 6), "reset": field(), "done": field()})
+        outcome, prompt, tokens, hit, prefill, blocks, size = (field() for _ in range(7))
+        tables = [field() for _ in range(size)]
+        return 1, blocks, _lines(t, request, outcome, prompt, tokens, hit, prefill, tables)
 
     def _write(self, lines: list[str], requests: int) -> None:
         try:
@@ -299,24 +319,33 @@ def _open(path: str) -> int:
     return file
 
 
-def _lines(record: Record, started: float) -> str:
-    if isinstance(record, ResetRecord):
-        at = round(record.at - started, 6)
-        return _line({"t": at, "reset": record.reset, "done": record.done})
-    prefill = "null" if record.prefill is None else f"{record.prefill:.6f}"
+def _lines(
+    t: float,
+    request: str,
+    outcome: str,
+    prompt: int,
+    tokens: int,
+    hit: int,
+    prefill: float | None,
+    tables: Sequence[Any],
+) -> str:
+    """Of a request, one for each KV-cache group."""
+    first_token = "null" if prefill is None else f"{prefill:.6f}"
     # By hand: a third of the time that the json module takes.
     before = (
-        f'{{"t": {record.at - started:.6f}, "request": {_quoted(record.request)}, '
-        f'"outcome": {_quoted(record.outcome)}, "group": '
+        f'{{"t": {t:.6f}, "request": {_quoted(request)}, "outcome": {_quoted(outcome)}, "group": '
     )
     between = (
-        f', "prompt": {record.prompt}, "tokens": {record.tokens}, "hit": {record.hit}, '
-        f'"prefill": {prefill}, "blocks": '
+        f', "prompt": {prompt}, "tokens": {tokens}, "hit": {hit}, "prefill": {first_token}, '
+        '"blocks": '
     )
-    return "".join(
-        f'{before}{group}{between}{len(table)}, "runs": [{_runs(table)}]}}\n'
-        for group, table in record.tables
-    )
+    lines = []
+    for at in range(0, len(tables), 4):
+        group, count, first, table = tables[at : at + 4]
+        if len(table) != count or (table and table[0] is not first):
+            raise RuntimeError("this vLLM changes a table after its request has ended")
+        lines.append(f'{before}{group}{between}{count}, "runs": [{_runs(table)}]}}\n')
+    return "".join(lines)
 
 
 def _line(facts: Mapping[str, Any]) -> str:

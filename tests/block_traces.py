@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 Row = dict[str, Any]
@@ -32,6 +33,15 @@ def header(**changes: Any) -> Row:
         "groups": [FULL],
     }
     return row | changes
+
+
+def table_arguments(*tables: Sequence[int]) -> dict[str, Any]:
+    """Those of `TraceWriter.put_table()` that tell the tables, one for each KV-cache group."""
+    flat: list[Any] = []
+    for group, ids in enumerate(tables):
+        blocks = [SimpleNamespace(block_id=block_id) for block_id in ids]
+        flat += group, len(blocks), blocks[0] if blocks else None, blocks
+    return {"blocks": sum(map(len, tables)), "tables": flat}
 
 
 def runs_of(table: Sequence[int]) -> list[list[int]]:

@@ -7,18 +7,17 @@ import tempfile
 import time
 import tracemalloc
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from block_traces import FULL, WINDOW, end, header, request, reset, text, write
+from block_traces import FULL, WINDOW, end, header, request, reset, table_arguments, text, write
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pyblockpool.block_trace import Group, Request, Reset, read_sections
 from pyblockpool.errors import TraceError
-from pyblockpool.trace_writer import ResetRecord, TableRecord, TraceWriter
+from pyblockpool.trace_writer import TraceWriter
 
 
 def requests_of(path: Path) -> list[Request]:
@@ -105,14 +104,10 @@ def test_what_the_recorder_writes_is_read(tmp_path: Path) -> None:
     for pid in (1, 2):
         about = facts | {"pid": pid, "groups": [WINDOW, FULL]}
         writer = TraceWriter(str(tmp_path / "trace"), about, pytest.fail)
-        blocks = [
-            (group, [SimpleNamespace(block_id=block_id) for block_id in table])
-            for group, table in enumerate(tables)
-        ]
-        at = time.monotonic()
-        writer.put(TableRecord(at, "a", "preempted", 70, 80, 16, None, blocks))
-        writer.put(ResetRecord(at, "order", True))
-        writer.put(TableRecord(at, "a", "stop", 70, 90, 16, 0.25, blocks))
+        at, more = time.monotonic(), table_arguments(*tables)
+        writer.put_table(at, "a", "preempted", 70, 80, 16, None, **more)
+        writer.put_reset(at, "order", True)
+        writer.put_table(at, "a", "stop", 70, 90, 16, 0.25, **more)
         writer.close()
     for pid, section in enumerate(read_sections(tmp_path / "trace"), 1):
         assert (section.header.pid, section.requests, section.preemptions) == (pid, 1, 1)

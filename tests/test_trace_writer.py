@@ -15,15 +15,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from block_traces import table_arguments
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pyblockpool import trace_writer
-from pyblockpool.trace_writer import ResetRecord, TableRecord, TraceWriter
+from pyblockpool.trace_writer import TraceWriter
 
 HEADER = {"model": "tiny", "num_blocks": 48}
 Warned = list[str]
@@ -50,11 +50,8 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_writer, "INTERVAL", 0.001)
 
 
-def blocks(ids: Sequence[int]) -> list[Any]:
-    return [SimpleNamespace(block_id=block_id) for block_id in ids]
-
-
-def table(request: str = "cmpl-1", *tables: Sequence[int], **more: Any) -> TableRecord:
+def table(request: str = "cmpl-1", *tables: Sequence[int], **more: Any) -> dict[str, Any]:
+    """The arguments of `TraceWriter.put_table()`."""
     facts: dict[str, Any] = {
         "at": time.monotonic(),
         "outcome": "stop",
@@ -63,11 +60,7 @@ def table(request: str = "cmpl-1", *tables: Sequence[int], **more: Any) -> Table
         "hit": 32,
         "prefill": 0.25,
     }
-    return TableRecord(
-        request=request,
-        tables=[(group, blocks(ids)) for group, ids in enumerate(tables or ([1, 2, 3],))],
-        **facts | more,
-    )
+    return facts | table_arguments(*tables or ([1, 2, 3],)) | {"request": request} | more
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -86,10 +79,10 @@ def eventually(condition: Callable[[], bool]) -> None:
 def test_a_section(path: Path, warned: Warned) -> None:
     before = time.monotonic()
     writer = TraceWriter(str(path), HEADER, warned.append)
-    writer.put(table("cmpl-1", [5, 6, 7, 3, 4, 9], [8, 2], tokens=150))
-    writer.put(table("cmpl-2", [], outcome="abort", prefill=None, hit=0))
-    writer.put(ResetRecord(time.monotonic(), "prefix_cache", False))
-    writer.put(ResetRecord(time.monotonic(), "order", True))
+    writer.put_table(**table("cmpl-1", [5, 6, 7, 3, 4, 9], [8, 2], tokens=150))
+    writer.put_table(**table("cmpl-2", [], outcome="abort", prefill=None, hit=0))
+    writer.put_reset(time.monotonic(), "prefix_cache", False)
+    writer.put_reset(time.monotonic(), "order", True)
     writer.close()
     header, *records, end = lines_of(path)
     assert path.read_text(encoding="utf-8").startswith('{"block_trace": 1, ')
@@ -123,14 +116,15 @@ def test_a_section(path: Path, warned: Warned) -> None:
 )
 def test_runs(path: Path, warned: Warned, ids: list[int], runs: list[list[int]]) -> None:
     writer = TraceWriter(str(path), HEADER, warned.append)
-    writer.put(table("cmpl-1", ids))
+    writer.put_table(**table("cmpl-1", ids))
     writer.close()
     assert lines_of(path)[1]["runs"] == runs
 
 
 @given(st.lists(st.integers(0, 12), max_size=40))
 def test_runs_spell_the_table(ids: list[int]) -> None:
-    (line,) = trace_writer._lines(table("cmpl-1", ids), 0.0).splitlines()
+    tables = table_arguments(ids)["tables"]
+    (line,) = trace_writer._lines(0.0, "cmpl-1", "stop", 9, 9, 0, None, tables).splitlines()
     runs = json.loads(line)["runs"]
     spelled = [first + (n if first else 0) for first, count in runs for n in range(count)]
     assert spelled == ids
@@ -142,7 +136,7 @@ def test_runs_spell_the_table(ids: list[int]) -> None:
 @pytest.mark.parametrize("name", ['a"b\\c\n', "äöü \u2028 🙂", "\ud800", "", "x" * 5000])
 def test_any_request_id(path: Path, warned: Warned, name: str) -> None:
     writer = TraceWriter(str(path), {"model": name}, warned.append)
-    writer.put(table(name, outcome=name))
+    writer.put_table(**table(name, outcome=name))
     writer.close()
     header, line, _ = lines_of(path)
     assert (header["model"], line["request"], line["outcome"]) == (name, name, name)
@@ -151,10 +145,10 @@ def test_any_request_id(path: Path, warned: Warned, name: str) -> None:
 def test_sections_follow_each_other(path: Path, warned: Warned) -> None:
     for number in range(3):
         writer = TraceWriter(str(path), {"number": number}, warned.append)
-        writer.put(table(f"cmpl-{number}"))
+        writer.put_table(**table(f"cmpl-{number}"))
         writer.close()
         writer.close()
-        writer.put(table("too late"))
+        writer.put_table(**table("too late"))
     lines = lines_of(path)
     assert [line.get("number") for line in lines] == [0, None, None, 1, None, None, 2, None, None]
     assert [line["request"] for line in lines if "request" in line] == [
@@ -167,7 +161,7 @@ def test_sections_follow_each_other(path: Path, warned: Warned) -> None:
 
 def test_records_are_in_the_file_soon(path: Path, warned: Warned, at_once: None) -> None:
     writer = TraceWriter(str(path), HEADER, warned.append)
-    writer.put(table())
+    writer.put_table(**table())
     eventually(lambda: len(lines_of(path)) == 2)
     writer.close()
     assert [*lines_of(path)[2]] == ["t", "end", "requests", "lost"]
@@ -189,11 +183,12 @@ OTHER_PROCESS = """
 import sys, time
 from types import SimpleNamespace
 from pyblockpool import trace_writer
-from pyblockpool.trace_writer import TableRecord, TraceWriter
+from pyblockpool.trace_writer import TraceWriter
 trace_writer.INTERVAL = 0.001
 writer = TraceWriter(sys.argv[1], {}, print)
 blocks = [SimpleNamespace(block_id=n) for n in (1, 2)]
-writer.put(TableRecord(time.monotonic(), "other", "stop", 9, 9, 0, None, [(0, blocks)]))
+table = [0, len(blocks), blocks[0], blocks]
+writer.put_table(time.monotonic(), "other", "stop", 9, 9, 0, None, len(blocks), table)
 sys.stdout.write("open\\n")
 sys.stdout.flush()
 time.sleep(600)
@@ -239,12 +234,12 @@ def test_a_line_that_was_cut_off_stays_one(path: Path, warned: Warned) -> None:
 def test_a_forked_process(path: Path, warned: Warned) -> None:
     """It writes nothing, does not wait for a thread that it has not, and does not keep the lock."""
     writer = TraceWriter(str(path), HEADER, warned.append)
-    writer.put(table("parent"))
+    writer.put_table(**table("parent"))
     to_child, to_parent = os.pipe(), os.pipe()
     child = os.fork()
     if not child:
         try:
-            writer.put(table("child"))
+            writer.put_table(**table("child"))
             writer.close()
             TraceWriter(f"{path}.child", HEADER, print).close()
             os.write(to_parent[1], b"closed")
@@ -253,7 +248,7 @@ def test_a_forked_process(path: Path, warned: Warned) -> None:
             os._exit(0)
     try:
         assert os.read(to_parent[0], 6) == b"closed"
-        writer.put(table("parent"))
+        writer.put_table(**table("parent"))
         writer.close()
         TraceWriter(str(path), HEADER, warned.append).close()
     finally:
@@ -319,7 +314,7 @@ FULL_DISK = """
 import json, resource, sys, time
 from types import SimpleNamespace
 from pyblockpool import trace_writer
-from pyblockpool.trace_writer import TableRecord, TraceWriter
+from pyblockpool.trace_writer import TraceWriter
 
 def limit(size):
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.RLIM_INFINITY))
@@ -327,7 +322,8 @@ def limit(size):
 def put(name, count=1):
     for _ in range(count):
         blocks = [SimpleNamespace(block_id=n) for n in range(1, 200, 2)]
-        writer.put(TableRecord(time.monotonic(), name, "stop", 9, 9, 0, None, [(0, blocks)]))
+        table = [0, len(blocks), blocks[0], blocks]
+        writer.put_table(time.monotonic(), name, "stop", 9, 9, 0, None, len(blocks), table)
 
 def wait_until(condition):
     end = time.monotonic() + 20
@@ -417,7 +413,7 @@ def test_the_size_of_a_section(
     number = 0
     while not writer.is_over:
         number += 1
-        writer.put(table(f"cmpl-{number}", range(1, 100, 2)))
+        writer.put_table(**table(f"cmpl-{number}", range(1, 100, 2)))
         time.sleep(0.0005)
     assert not writer._waiting
     size = path.stat().st_size - before
@@ -431,7 +427,7 @@ def test_the_size_of_a_section(
     assert lines[-1]["lost"] == 0
     (sentence,) = warned
     assert "20,000 bytes" in sentence
-    writer.put(table("too late"))
+    writer.put_table(**table("too late"))
     writer.close()
     assert path.stat().st_size - before == size
     TraceWriter(str(path), HEADER, warned.append).close()
@@ -442,7 +438,7 @@ def test_a_single_line_beyond_the_size(
 ) -> None:
     monkeypatch.setattr(trace_writer, "MAX_BYTES", 1000)
     writer = TraceWriter(str(path), HEADER, warned.append)
-    writer.put(table("cmpl-1", range(1, 1000, 2)))
+    writer.put_table(**table("cmpl-1", range(1, 1000, 2)))
     writer.close()
     assert [line.get("end") for line in lines_of(path)] == [None, "size limit"]
     assert len(warned) == 1
@@ -454,8 +450,9 @@ def test_what_waits_in_memory(
     monkeypatch.setattr(trace_writer, "MAX_WAITING", 10_000)
     writer = TraceWriter(str(path), HEADER, warned.append)
     for number in range(1000):
-        writer.put(table(f"cmpl-{number}", range(1, 101)), 100)
-    assert len(writer._waiting) == 61, "64 and 100 for each, until it is more than 10,000"
+        writer.put_table(**table(f"cmpl-{number}", range(1, 101)))
+    fields = 13
+    assert len(writer._waiting) == 61 * fields, "64 and 100 for each, until it is more than 10,000"
     writer.close()
     *_, end = lines = lines_of(path)
     assert (len(lines), end["requests"], end["lost"]) == (63, 61, 939)
@@ -478,10 +475,10 @@ def test_a_disk_that_hangs(
 
     monkeypatch.setattr(os, "write", slow_write)
     monkeypatch.setattr(trace_writer, "_PATIENCE", 0.01)
-    writer.put(table("first"))
+    writer.put_table(**table("first"))
     assert hangs.wait(20)
     for _ in range(1000):
-        writer.put(table("more"))
+        writer.put_table(**table("more"))
     writer.close()
     assert writer._thread.is_alive()
     assert len(lines_of(path)) == 1
@@ -507,7 +504,7 @@ def test_closed_by_its_own_thread(
 
     writers.append(TraceWriter(str(path), HEADER, warn))
     for _ in range(1000):
-        writers[0].put(table())
+        writers[0].put_table(**table())
     eventually(lambda: not writers[0]._thread.is_alive())
     assert len(sentences) == 1
     assert lines_of(path)[-1]["end"] == "closed"
@@ -517,11 +514,29 @@ def test_an_error_that_nobody_expects(path: Path, warned: Warned) -> None:
     """The thread ends with a warning; the file is not locked any more."""
     writer = TraceWriter(str(path), HEADER, warned.append)
     nonsense: Any = ["x"]
-    writer.put(table("cmpl-1", nonsense))
+    writer.put_table(**table("cmpl-1", nonsense))
     writer.close()
     (sentence,) = warned
     assert "has ended: TypeError" in sentence
     TraceWriter(str(path), HEADER, warned.append).close()
+
+
+@pytest.mark.parametrize("change", ["reverse", "clear", "pop"])
+def test_a_table_that_changes_after_its_end(
+    path: Path, warned: Warned, at_leisure: None, change: str
+) -> None:
+    """It is not known any more what it was: better no line than a wrong one."""
+    writer = TraceWriter(str(path), HEADER, warned.append)
+    writer.put_table(**table("cmpl-1"))
+    changed = table("cmpl-2")
+    writer.put_table(**changed)
+    getattr(changed["tables"][3], change)()
+    writer.close()
+    assert warned == [
+        f"recording to {path} has ended: RuntimeError: this vLLM changes a table after its request "
+        "has ended"
+    ]
+    assert len(lines_of(path)) == 1
 
 
 def test_locks_of_others_are_not_waited_for(path: Path, warned: Warned) -> None:

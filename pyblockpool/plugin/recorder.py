@@ -29,14 +29,14 @@ from pyblockpool import __version__
 from pyblockpool.plugin import surface
 from pyblockpool.plugin.order import queue_stats
 from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings
-from pyblockpool.trace_writer import PREEMPTED, ResetRecord, TableRecord, TraceWriter
+from pyblockpool.trace_writer import PREEMPTED, TraceWriter
 
 Method = Callable[..., Any]
 
 # The attribute of a KVCacheManager that is being recorded.
 _SECTION = "_pyblockpool_section"
-# That of a request with its first token: tokens found in the prefix cache, seconds of its prefill.
-_PREFILL = "_pyblockpool_prefill"
+# That of a request whose first token is not seen: tokens found in the prefix cache.
+_HIT = "_pyblockpool_hit"
 # The configuration of the scheduler that is being built. A scheduler that does not derive from
 # vLLM's builds its KVCacheManager without one.
 _config: ContextVar[Any] = ContextVar("vllm_config", default=None)
@@ -51,13 +51,16 @@ class Section:
         waiting: requests that have no token since the prefix cache was searched for them: when
             they were scheduled; tokens that they had by then (some, after a preemption); tokens
             found.
-        in_step: the output of a step is being dealt with.
+        prefilled: ids of requests that have blocks and a token: tokens found, seconds of prefill.
+            Not in the requests themselves: each further attribute would make Python copy all.
+        in_step: while the output of a step is being dealt with, when that began.
     """
 
     def __init__(self, manager: Any, writer: TraceWriter, sees_steps: bool) -> None:
         self.writer = writer
         self.waiting: dict[Any, tuple[float, int, int]] = {}
-        self.in_step = False
+        self.prefilled: dict[str, tuple[int, float]] = {}
+        self.in_step: float | None = None
         self._sees_steps = sees_steps
         status = import_module(surface.REQUEST).RequestStatus
         self._running, self._loading = status.RUNNING, status.WAITING_FOR_REMOTE_KVS
@@ -70,74 +73,72 @@ class Section:
     def looked_up(self, manager: Any, request: Any, found: Any) -> None:
         """In the step that schedules it, or tries to; found: blocks, their tokens, and more."""
         try:
-            if self.writer.is_over:
-                self._leave(manager)
-            elif self._sees_steps:
+            if self._sees_steps:
                 self.waiting[request] = monotonic(), request.num_output_tokens, found[1]
             else:
-                setattr(request, _PREFILL, (found[1], None))
+                setattr(request, _HIT, found[1])
         except Exception as error:
             self._give_up(manager, error)
 
-    def stepped(self, manager: Any) -> None:
-        """The output of a step has been dealt with, and requests wait for a token."""
+    def stepped(self, manager: Any, now: float) -> None:
+        """The output of a step, which came now, was dealt with, and requests wait for a token."""
         try:
-            now = monotonic()
-            for request, (since, tokens, hit) in list(self.waiting.items()):
+            waiting, self.waiting = self.waiting, {}
+            for request, (since, tokens, hit) in waiting.items():
                 if request.num_output_tokens > tokens:
-                    # Kept by the request itself: it goes with it, however that ends.
-                    setattr(request, _PREFILL, (hit, now - since))
-                    del self.waiting[request]
+                    self.prefilled[request.request_id] = hit, now - since
+                elif request.status == self._running:
+                    self.waiting[request] = since, tokens, hit
                 elif request.status == self._loading:  # and will be scheduled without a search
                     self.waiting[request] = now, tokens, hit
-                elif request.status != self._running:  # no room for it: there will be a search
-                    del self.waiting[request]
+                # else there was no room for it: there will be a search
         except Exception as error:
             self._give_up(manager, error)
 
     def freed(self, manager: Any, request: Any) -> None:
         """Just before the blocks are given up."""
         try:
-            if self.writer.is_over:
-                self._leave(manager)
-                return
-            now = monotonic()
+            now = self.in_step or monotonic()
             request_id = request.request_id
-            tables = []
+            tables: list[Any] = []
             blocks = 0
             pool = manager.block_pool
             for group, each in self._groups:
                 # A tier in host memory has a pool, and so ids, of its own.
                 if each.block_pool is pool:
-                    # Not their ids: those are objects that nobody else needs now, and far away.
-                    table = tuple(each.req_to_blocks.get(request_id, ()))
-                    tables.append((group, table))
-                    blocks += len(table)
-            if waiting := self.waiting.pop(request, None):
+                    # The list itself, not a copy: to touch each block is half the time of a copy.
+                    table = each.req_to_blocks.get(request_id, ())
+                    count = len(table)
+                    tables += group, count, table[0] if count else None, table
+                    blocks += count
+            prefill: float | None
+            if prefilled := self.prefilled.pop(request_id, None):
+                hit, prefill = prefilled
+            elif waiting := self.waiting.pop(request, None):
                 since, tokens, hit = waiting
-                has_token = self.in_step and request.num_output_tokens > tokens
+                has_token = self.in_step is not None and request.num_output_tokens > tokens
                 prefill = now - since if has_token else None
             else:
-                hit, prefill = vars(request).pop(_PREFILL, (0, None))
-            self.writer.put(
-                TableRecord(
-                    now,
-                    request_id,
-                    self._outcomes[request.status],
-                    request.num_prompt_tokens,
-                    request.num_computed_tokens,
-                    hit if blocks else 0,  # found, but never taken
-                    prefill,
-                    tables,
-                ),
+                hit, prefill = getattr(request, _HIT, 0), None
+            is_on = self.writer.put_table(
+                now,
+                request_id,
+                self._outcomes[request.status],
+                request.num_prompt_tokens,
+                request.num_computed_tokens,
+                hit if blocks else 0,  # found, but never taken
+                prefill,
                 blocks,
+                tables,
             )
+            if not is_on:
+                self._leave(manager)
         except Exception as error:
             self._give_up(manager, error)
 
     def was_reset(self, manager: Any, what: str, done: bool) -> None:
         try:
-            self.writer.put(ResetRecord(monotonic(), what, bool(done)))
+            self.writer.put_reset(monotonic(), what, bool(done))
         except Exception as error:
             self._give_up(manager, error)
 
@@ -150,6 +151,7 @@ class Section:
 
     def _leave(self, manager: Any) -> None:
         self.waiting.clear()
+        self.prefilled.clear()
         with suppress(Exception):
             setattr(manager, _SECTION, None)
 
@@ -262,7 +264,8 @@ def before_freeing(original: Method) -> Method:
 
     @functools.wraps(original)
     def free(manager: Any, request: Any) -> Any:
-        section = section_of(manager)
+        # Not section_of(): this and the next run once a request, and a call is much of their time.
+        section = getattr(manager, "_pyblockpool_section", None)
         if section is not None:
             section.freed(manager, request)
         return original(manager, request)
@@ -276,7 +279,7 @@ def after_lookup(original: Method) -> Method:
     @functools.wraps(original)
     def get_computed_blocks(manager: Any, request: Any) -> Any:
         found = original(manager, request)
-        section = section_of(manager)
+        section = getattr(manager, "_pyblockpool_section", None)
         if section is not None:
             section.looked_up(manager, request, found)
         return found
@@ -288,18 +291,18 @@ def after_step(original: Method) -> Method:
     """For ``Scheduler.update_from_output``."""
 
     @functools.wraps(original)
-    def update_from_output(scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    def update_from_output(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         manager = getattr(scheduler, "kv_cache_manager", None)
-        section = section_of(manager)
+        section = getattr(manager, "_pyblockpool_section", None)
         if section is None:
-            return original(scheduler, *args, **kwargs)
-        section.in_step = True
+            return original(scheduler, scheduler_output, model_runner_output)
+        now = section.in_step = monotonic()
         try:
-            outputs = original(scheduler, *args, **kwargs)
+            outputs = original(scheduler, scheduler_output, model_runner_output)
         finally:
-            section.in_step = False
+            section.in_step = None
         if section.waiting:
-            section.stepped(manager)
+            section.stepped(manager, now)
         return outputs
 
     return update_from_output
