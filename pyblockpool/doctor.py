@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import shlex
 import signal
 import tempfile
-from collections.abc import Mapping
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal
 
 from pyblockpool.errors import BlockQueueError
-from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, assignments
 
 VARIABLES = (QUEUE_VARIABLE, TRACE_VARIABLE)
 
@@ -180,11 +178,6 @@ class Diagnosis:
 def asked_for() -> dict[str, str]:
     """The variables of pyblockpool that are set in this process, and their values."""
     return {name: os.environ[name] for name in VARIABLES if name in os.environ}
-
-
-def assignments(variables: Mapping[str, str]) -> str:
-    """As they stand before a command in a shell: "" as two quotes, blanks within quotes."""
-    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
 
 
 def reason(error: BaseException) -> str:

@@ -6,6 +6,7 @@ Their names begin with ``VLLM_``, because Ray passes on such variables and no ot
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -24,6 +25,11 @@ QUEUES = {
     "native:extent,size=E": f"extents of E blocks, a power of two from 1 to {MAX_EXTENT_SIZE}",
     "native:extent,pack_tails": "tables share their last extents; size=E may stand before it",
 }
+
+
+def assignments(variables: Mapping[str, str]) -> str:
+    """As they stand before a command in a shell: "" as two quotes, blanks within quotes."""
+    return " ".join(f"{name}={shlex.quote(value)}" for name, value in variables.items())
 
 
 @dataclass(frozen=True)

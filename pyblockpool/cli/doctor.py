@@ -25,10 +25,9 @@ from pyblockpool.doctor import (
     Remark,
     Topic,
     UnknownBackendError,
-    assignments,
     diagnose,
 )
-from pyblockpool.settings import QUEUE_VARIABLE
+from pyblockpool.settings import QUEUE_VARIABLE, assignments
 
 # Sentences in wider terminals are hard to read.
 WIDEST = 100

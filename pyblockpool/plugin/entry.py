@@ -12,7 +12,7 @@ import threading
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from pyblockpool.settings import Settings
+from pyblockpool.settings import Settings, assignments
 
 if TYPE_CHECKING:
     from pyblockpool.plugin.patches import Applied
@@ -81,7 +81,7 @@ def _switch_on(settings: Settings) -> Applied:
     from pyblockpool.errors import ConflictError, UnsupportedVLLMError
     from pyblockpool.plugin import patches, proof, surface
 
-    asked = " ".join(f"{name}={value}" for name, value in settings.variables().items())
+    asked = assignments(settings.variables())
     troubles = [finding for finding in surface.probe(settings) if finding.error]
     if troubles:
         # Who has to act is more to the point than what is missing because of it.
@@ -115,7 +115,10 @@ def _switch_on(settings: Settings) -> Applied:
 
 
 def _description(settings: Settings) -> str:
-    recorded = "" if settings.trace is None else f", block tables are recorded in {settings.trace}"
+    # Front ends and workers say this, too: whether an engine core can record, it tells by itself.
+    recorded = ""
+    if settings.trace is not None:
+        recorded = f", engine cores are asked to record block tables in {settings.trace}"
     if settings.queue is None:
         return f"vLLM's free-block queue untouched{recorded}"
     if settings.queue == "python":

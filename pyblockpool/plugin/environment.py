@@ -11,11 +11,11 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
 
-from pyblockpool.doctor import VARIABLES, Remark, assignments, reason
+from pyblockpool.doctor import VARIABLES, Remark, reason
 from pyblockpool.errors import SettingsError
 from pyblockpool.plugin import surface
 from pyblockpool.plugin.installation import GENERAL_PLUGINS, NAME
-from pyblockpool.settings import QUEUE_VARIABLE, QUEUES, TRACE_VARIABLE, Settings
+from pyblockpool.settings import QUEUE_VARIABLE, QUEUES, TRACE_VARIABLE, Settings, assignments
 from pyblockpool.trace_writer import MAGIC, SOMETHING_ELSE
 
 PLUGINS = "VLLM_PLUGINS"

@@ -22,13 +22,12 @@ from pyblockpool.doctor import (
     Remark,
     UnknownBackendError,
     asked_for,
-    assignments,
     reason,
 )
 from pyblockpool.errors import BlockQueueError, NotCompiledError
 from pyblockpool.plugin import entry, environment, installation, surface
 from pyblockpool.plugin.attention import examine_attention
-from pyblockpool.settings import QUEUE_VARIABLE, QUEUES, Settings
+from pyblockpool.settings import QUEUE_VARIABLE, QUEUES, Settings, assignments
 
 # The values that are tried out, without options; the one that is asked for comes on top.
 VALUES = tuple(

@@ -469,7 +469,8 @@ def test_a_trace_alone(
     with caplog.at_level(logging.INFO):
         entry.register()
     (line,) = caplog.messages
-    assert "queue untouched, block tables are recorded in /tmp/%p.jsonl" in line
+    # Every process says so, of which few have an engine core, and the file is not looked at yet.
+    assert "queue untouched, engine cores are asked to record block tables in /tmp/%p" in line
     changed = {name for name, value in host.snapshot().items() if before.get(name) != value}
     assert changed == {
         "variables",
@@ -581,6 +582,20 @@ def test_what_cannot_be_recorded_is_refused_in_sentences(
     for word in ["VLLM_BLOCK_TRACE=/tmp/%p.jsonl", *words]:
         assert word in str(caught.value)
     assert host.snapshot() == before
+
+
+def test_what_was_asked_for_is_told_as_a_shell_takes_it(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By an error that names both variables: with quotes where a name has blanks, else without."""
+    host.load(*UNTRACEABLE["renamed"][0])
+    monkeypatch.setenv(QUEUE_VARIABLE, "native:extent,size=4")
+    monkeypatch.setenv(TRACE_VARIABLE, "/tmp/$my trace.jsonl")
+    with pytest.raises(UnsupportedVLLMError) as caught:
+        entry.register()
+    asked, said, _ = str(caught.value).partition(" cannot be done here: ")
+    assert said
+    assert asked == "VLLM_BLOCK_QUEUE=native:extent,size=4 VLLM_BLOCK_TRACE='/tmp/$my trace.jsonl'"
 
 
 @pytest.mark.parametrize("trace", [None, "/tmp/%p.jsonl"])
