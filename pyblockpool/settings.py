@@ -20,7 +20,7 @@ MAX_EXTENT_SIZE = 4096
 QUEUES = {
     "python": "vLLM's own queue, with the order reset",
     "native": "pyblockpool's queue, policy lru: the same blocks in the same order",
-    "native:sorted": "policy sorted: unhashed blocks with the lowest ids first",
+    "native:sorted": "policy sorted: blocks that are not cached go first, lowest ids first",
     "native:extent": "policy extent: LRU over aligned extents of 128 tokens",
     "native:extent,size=E": f"extents of E blocks, a power of two from 1 to {MAX_EXTENT_SIZE}",
     "native:extent,pack_tails": "tables share their last extents; size=E may stand before it",
