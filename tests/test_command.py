@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from importlib import metadata
+from importlib.metadata import PackageNotFoundError, version
 
 import pytest
 
+import pyblockpool
 from pyblockpool.cli import VERBS, main
 
 
@@ -22,6 +25,36 @@ def test_help(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
         example = printed.split("\nexample:\n")[1].splitlines()
         assert len(example) == 1, "a line that can be copied"
         assert example[0].startswith(f"  pyblockpool {arguments[0]} ")
+
+
+def test_version() -> None:
+    """On stdout, as a module and as the command, and with nothing loaded that it does not need."""
+    code = """
+import sys
+sys.modules["pyblockpool._contiguity"] = sys.modules["rich"] = None
+from pyblockpool.cli import main
+main(["--version"])
+"""
+    for arguments in (["-m", "pyblockpool", "--version"], ["-c", code]):
+        ran = subprocess.run(
+            [sys.executable, *arguments], cwd="/", capture_output=True, text=True, check=False
+        )
+        expected = f"pyblockpool {version('pyblockpool')}\n"
+        assert (ran.returncode, ran.stdout, ran.stderr) == (0, expected, "")
+
+
+def test_a_version_that_is_not_known(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def no_metadata(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "version", no_metadata)
+    monkeypatch.delitem(vars(pyblockpool), "__version__", raising=False)
+    assert main(["--version"]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("pyblockpool: pyblockpool is not installed: ")
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any, NoReturn
 
+import pyblockpool
 from pyblockpool.errors import BlockQueueError
 
 VERBS = ("doctor", "report", "replay")
@@ -36,13 +38,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 130
 
 
+class _Version(argparse.Action):
+    """Like argparse's, but the version, which may be missing, is read only when it is asked for."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *arguments: Any) -> NoReturn:
+        print("pyblockpool", pyblockpool.__version__)
+        parser.exit()
+
+
 def _parser(arguments: Sequence[str]) -> argparse.ArgumentParser:
     """Of the verb that is asked for alone, so that each can do without what others need."""
     parser = argparse.ArgumentParser(
         prog="pyblockpool", description="A native KV-cache free-block queue for vLLM: its tools."
     )
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and end")
     verbs = parser.add_subparsers(dest="verb", required=True)
     asked_for = arguments[:1] if arguments and arguments[0] in VERBS else VERBS
-    for verb in asked_for:
+    for verb in () if arguments[:1] == ["--version"] else asked_for:
         import_module(f"{__name__}.{verb}").add_to(verbs)
     return parser
