@@ -51,10 +51,10 @@ def add_to(verbs: Verbs) -> None:
         summary=f"what is installed, and what {QUEUE_VARIABLE} would do here",
         description="Look at the installed vLLM and at the environment: whether what "
         f"{QUEUE_VARIABLE} asks for would work, what each of its values could do, and whether "
-        "scattered blocks can cost prefill time with the attention backend that is used. "
-        "Nothing is changed, no GPU memory is taken, and a server may be running. It takes as "
-        "long as importing vLLM does. The exit status is 0 if what the environment asks for "
-        "would work, or if it asks for nothing; 1 if not; 2 for bad usage.",
+        "scattered blocks can cost prefill time with the attention backend that vLLM takes here, "
+        "or with another. Nothing is changed, no GPU memory is taken, and a server may be "
+        "running. It takes as long as importing vLLM does. The exit status is 0 if what the "
+        "environment asks for would work, or if it asks for nothing; 1 if not; 2 for bad usage.",
         example="pyblockpool doctor --attention-backend FLEX_ATTENTION --block-size 16",
     )
     doctor.set_defaults(run=partial(_doctor, doctor))
@@ -221,17 +221,18 @@ def _verdict(diagnosis: Diagnosis) -> _Line:
 
 
 def _verdict_on_attention(diagnosis: Diagnosis) -> _Line:
+    """Of the backend in question, which need not be the one that vLLM takes here."""
     attention = diagnosis.attention
     if attention is None or attention.fragmentation_costs is None:
         verdict = (
-            "Whether it matters to prefill where blocks lie cannot be told here "
+            "Whether it matters to prefill where blocks lie cannot be told "
             f"({_why_untold(diagnosis)})."
         )
     elif attention.fragmentation_costs:  # only FlexAttention reads tiles
         tile = f"tile {attention.flex_attention_tile}, block {attention.block_size}"
-        verdict = f"Where blocks lie matters to prefill here ({attention.backend}, {tile})."
+        verdict = f"Where blocks lie matters to prefill with {attention.backend} ({tile})."
     else:
-        verdict = f"Where blocks lie does not matter to prefill here ({attention.backend})."
+        verdict = f"Where blocks lie does not matter to prefill with {attention.backend}."
     return _Line("", verdict, indent=0)
 
 

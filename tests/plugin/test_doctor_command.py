@@ -83,7 +83,7 @@ def test_a_page_on_a_terminal(width: int) -> None:
         "BAD native:extent,size=4 as for native",
         "- read the blocks of a request, wherever they lie: A - 40 others: not known "
         "(--json names them) VLLM_BLOCK_QUEUE=native would not work here: see what is marked BAD. "
-        "Where blocks lie does not matter to prefill here (A).",
+        "Where blocks lie does not matter to prefill with A.",
     ):
         assert sentence in text
     start = next(i for i, line in enumerate(lines) if line.startswith("BAD   Block"))
@@ -179,21 +179,21 @@ def attention_of(backend: str | None, costs: bool | None, *backends: Backend) ->
 @pytest.mark.parametrize(
     ("attention", "verdict"),
     [
-        (attention_of("A", False), "Where blocks lie does not matter to prefill here (A)."),
+        (attention_of("A", False), "Where blocks lie does not matter to prefill with A."),
         (
             attention_of("FLEX_ATTENTION", True),
-            "Where blocks lie matters to prefill here (FLEX_ATTENTION, tile 128, block 16).",
+            "Where blocks lie matters to prefill with FLEX_ATTENTION (tile 128, block 16).",
         ),
         (
             attention_of("B", None, Backend("B", "unknown", "it is odd")),
-            "Whether it matters to prefill where blocks lie cannot be told here (B: it is odd).",
+            "Whether it matters to prefill where blocks lie cannot be told (B: it is odd).",
         ),
-        (attention_of("C", None), "cannot be told here (C: see what is marked ?)."),
+        (attention_of("C", None), "cannot be told (C: see what is marked ?)."),
         (
             attention_of(None, None),
-            "cannot be told here (the attention backend is not known: see what is marked ?).",
+            "cannot be told (the attention backend is not known: see what is marked ?).",
         ),
-        (None, "cannot be told here (see what is marked ?)."),
+        (None, "cannot be told (see what is marked ?)."),
     ],
 )
 def test_the_verdict_on_attention(attention: Attention | None, verdict: str) -> None:
@@ -207,7 +207,7 @@ def test_the_verdict_on_attention(attention: Attention | None, verdict: str) -> 
 def test_the_verdict_on_attention_without_vllm() -> None:
     remark = Remark("installation", "bad", "vLLM is not installed")
     diagnosis = dataclasses.replace(MADE_UP, remarks=(remark,), attention=None)
-    reason = "cannot be told here (vLLM cannot be imported: see what is marked BAD)."
+    reason = "cannot be told (vLLM cannot be imported: see what is marked BAD)."
     assert " ".join(page(diagnosis, 100)).endswith(reason)
 
 
@@ -303,4 +303,9 @@ def test_the_example_of_the_help(capfd: pytest.CaptureFixture[str]) -> None:
     example = re.search(r"^  pyblockpool (doctor .*)$", capfd.readouterr().out, re.MULTILINE)
     assert example
     assert main(shlex.split(example[1])) == 0
-    assert "With FLEX_ATTENTION, scattered blocks" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert "With FLEX_ATTENTION, scattered blocks" in printed
+    # Nothing is said about what vLLM takes here: that may be another.
+    assert re.fullmatch(
+        r"Where blocks lie .* to prefill with FLEX_ATTENTION\b[^.]*\.", printed.splitlines()[-1]
+    )
