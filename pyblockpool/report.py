@@ -45,7 +45,8 @@ class Choices:
     """How to look at a trace.
 
     Attributes:
-        tile_tokens: tokens in a tile. As many whole blocks as they are, at least one, are a tile.
+        tile_tokens: asked for in a tile. As many whole blocks as fit into them, at least one, are a
+            tile: `GroupFigures.tile_tokens`.
         rounds: stretches with the same number of requests into which each trace is split, instead
             of at its resets. None: at its resets, and without any as many as suit it.
         regions: of memory in which each block has a part, for the number of copies.
@@ -123,6 +124,19 @@ class GroupFigures:
     group: Group
     prompts: TableFigures
     tables: TableFigures
+
+    @property
+    def tile_tokens(self) -> int:
+        """Tokens in a tile: whole blocks, so that they need not be what was asked for."""
+        return self.tables.contiguity.tile * self.group.block_size
+
+    def as_json(self, regions: int) -> dict[str, Any]:
+        """The tokens of a tile, and the figures by name."""
+        return {
+            "tile_tokens": self.tile_tokens,
+            "prompts": self.prompts.as_json(regions),
+            "tables": self.tables.as_json(regions),
+        }
 
 
 class Figures:
@@ -220,13 +234,7 @@ class Figures:
             "used_blocks": self.used_blocks,
             "highest_block": self.highest_block,
             "high_water_ratio": or_none(self.high_water_ratio),
-            "groups": [
-                {
-                    "prompts": group.prompts.as_json(regions),
-                    "tables": group.tables.as_json(regions),
-                }
-                for group in self.groups
-            ],
+            "groups": [group.as_json(regions) for group in self.groups],
         }
 
 

@@ -192,6 +192,44 @@ def test_options(stock: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "in each of 10 regions of memory" in printed
 
 
+PACKED = "tokens that tables touch, 1.00 if they were packed"
+
+
+@pytest.mark.parametrize(
+    ("block_sizes", "asked", "tiles", "meaning"),
+    [
+        ([16], 128, [128], f"of 128 {PACKED}"),
+        ([64, 16], 128, [128, 128], f"of 128 {PACKED}"),
+        ([16, 48], 100, [96, 96], f"of 96 {PACKED}; not of 100, as a tile is whole blocks"),
+        ([16], 3, [16], f"of 16 {PACKED}; not of 3, as a tile is whole blocks"),
+        (
+            [1056, 16],
+            128,
+            [1056, 128],
+            f"of 128 and 1,056 {PACKED}; not always of 128, as a tile is whole blocks",
+        ),
+    ],
+)
+def test_a_tile_is_whole_blocks(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    block_sizes: list[int],
+    asked: int,
+    tiles: list[int],
+    meaning: str,
+) -> None:
+    """Where that is not what was asked for, the legend says so, and JSON has both."""
+    groups = [FULL | {"block_size": each} for each in block_sizes]
+    trace = write(tmp_path / "trace", header(groups=groups), request([1, 9], 32))
+    _, printed, _ = ran(capsys, trace, "--tile", asked)
+    assert re.findall("^tiles +(.*?) *$", printed, re.M) == [meaning]
+    _, printed, _ = ran(capsys, trace, "--tile", asked, "--json")
+    found = json.loads(printed)
+    assert found["tile_tokens"] == asked
+    for figures in (found["engines"][0]["all"], *found["engines"][0]["rounds"]):
+        assert [group["tile_tokens"] for group in figures["groups"]] == tiles
+
+
 def test_json(stock: Path, native: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, printed, _ = ran(capsys, stock, native, "--json", "--regions", 5)
     assert status == 0

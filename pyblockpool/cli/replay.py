@@ -14,10 +14,10 @@ from rich.table import Table
 
 from pyblockpool.cli import tables
 from pyblockpool.cli.arguments import Verbs, add_plot, add_verb, at_least
-from pyblockpool.cli.terminal import FirstThatFits, number, show, show_json
+from pyblockpool.cli.terminal import FirstThatFits, counted, number, show, show_json
 from pyblockpool.errors import SettingsError
 from pyblockpool.replay import Figures, Setup, replay_each
-from pyblockpool.report import Choices
+from pyblockpool.report import TILE_TOKENS, Choices
 from pyblockpool.request_trace import ARRANGEMENTS, read_requests
 from pyblockpool.settings import QUEUE_VARIABLE, QUEUES, Settings
 
@@ -116,7 +116,8 @@ def add_to(verbs: Verbs) -> None:
         type=at_least(1),
         default=0,
         metavar="BLOCKS",
-        help="blocks in a tile, for the row 'tile amplification'; default: 128 tokens of them",
+        help="blocks in a tile, for the row 'tile amplification'; default: as many as fit into "
+        f"{TILE_TOKENS} tokens, at least one",
     )
     replay.add_argument(
         "--rounds",
@@ -206,7 +207,7 @@ def _table(figures: dict[str, Figures], setup: Setup) -> FirstThatFits:
         ("longest run, in whole tables", lambda each: f"{each.release.longest_run:,}"),
         ("mergeable, in whole tables", lambda each: number(each.release.mergeable_share, ".1%")),
         (
-            f"tile amplification, {setup.tile} blocks",
+            f"tile amplification ({counted(setup.tile, 'block')}), in whole tables",
             lambda each: number(each.release.tile_amplification, ".2f"),
         ),
         ("evictions of cached blocks", lambda each: f"{each.evictions:,}"),

@@ -63,8 +63,8 @@ def add_to(verbs: Verbs) -> None:
         type=at_least(1),
         default=TILE_TOKENS,
         metavar="TOKENS",
-        help="tokens in a tile, the aligned part of the cache that a kernel reads at once; "
-        "default: %(default)s",
+        help="tokens in a tile, the aligned part of the cache that a kernel reads at once: as many "
+        "whole blocks as fit into them, at least one; default: %(default)s",
     )
     report.add_argument(
         "--regions",

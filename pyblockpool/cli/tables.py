@@ -55,16 +55,16 @@ def of_engines(engines: Sequence[EngineFigures], choices: Choices) -> Iterator[R
         title = f"{group}whole tables: with the blocks of the answers, as requests leave them"
         yield _table(title, _whole(choices.regions), having, index)
         yield ""
-    yield _meanings(choices)
+    yield _meanings(engines, choices)
 
 
-def _meanings(choices: Choices) -> Table:
+def _meanings(engines: Sequence[EngineFigures], choices: Choices) -> Table:
     meanings = Table.grid(padding=(0, 2, 0, 0))
     regions = "" if choices.regions == 1 else f" in each of {choices.regions:,} regions of memory"
     for row in (
         ("blocks a run", "in a stretch of consecutive ids; median: of the means of the tables"),
         ("mergeable", "neighbours that one copy takes together; either: descending ids, too"),
-        ("tiles", f"of {choices.tile_tokens} tokens that tables touch, 1.00 if they were packed"),
+        ("tiles", _tiles(engines, choices.tile_tokens)),
         ("longest", "longest run, in blocks"),
         ("descr. a table", f"descriptors of copies that move a table, one a run{regions}"),
         ("prefill", "from being scheduled to the first token"),
@@ -72,6 +72,17 @@ def _meanings(choices: Choices) -> Table:
     ):
         meanings.add_row(*row)
     return meanings
+
+
+def _tiles(engines: Sequence[EngineFigures], asked: int) -> str:
+    """What a tile is: whole blocks, so that it may differ from what was asked for."""
+    used = {group.tile_tokens for engine in engines for group in engine.all.groups}
+    tokens = " and ".join(f"{each:,}" for each in sorted(used))
+    meaning = f"of {tokens} tokens that tables touch, 1.00 if they were packed"
+    if used == {asked}:
+        return meaning
+    not_asked = "not always" if asked in used else "not"
+    return f"{meaning}; {not_asked} of {asked:,}, as a tile is whole blocks"
 
 
 def _prompts(engines: Sequence[EngineFigures]) -> list[Column]:

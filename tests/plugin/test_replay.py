@@ -391,7 +391,7 @@ def test_the_command_prints_a_table(trace: str) -> None:
     assert header == ["", "python", "native:extent"]
     figures = {name: cells for name, *cells in rows}
     assert figures["prefix hits"][0] == figures["prefix hits"][1] != "0.00%"
-    assert 1.0 <= float(figures["tile amplification, 8 blocks"][1]) < 1.05
+    assert 1.0 <= float(figures["tile amplification (8 blocks), in whole tables"][1]) < 1.05
     assert figures["shortages"] == ["-", "0"]
     assert "blocks a run, in prompts (2nd half of the requests)" in figures
     for name in ("blocks a run", "longest run", "mergeable"):
@@ -399,7 +399,8 @@ def test_the_command_prints_a_table(trace: str) -> None:
 
 
 def test_the_command_prints_json(trace: str) -> None:
-    ran = command(trace, "--blocks", "400", "--policy", "native:extent", "--limit", "5", "--json")
+    arguments = ["--blocks", "400", "--block-size", "48", "--policy", "native:extent"]
+    ran = command(trace, *arguments, "--limit", "5", "--json")
     assert ran.returncode == 0, ran.stderr
     found = json.loads(ran.stdout)
     assert (found["requests"], found["setup"]["num_blocks"]) == (5, 400)
@@ -407,6 +408,8 @@ def test_the_command_prints_json(trace: str) -> None:
     assert figures["queue"]["policy"] == "extent"
     assert figures["hit_rate"] == figures["hit_tokens"] / figures["prompt_tokens"] > 0
     assert figures["release"]["tile_amplification"] == 1.0
+    assert found["setup"]["tile"] == figures["release"]["tile"] == 2
+    assert figures["all"]["groups"][0]["tile_tokens"] == 96
 
 
 def test_the_command_tells_rounds_and_draws(trace: str, tmp_path: Path) -> None:
