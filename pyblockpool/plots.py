@@ -35,6 +35,9 @@ except ImportError as error:
 # Engines whose maps stand beside each other; more of them stand below.
 _COLUMNS = 4
 
+# Ticks of a map for the ids of its rows, at most.
+_TICKS = 8
+
 # Between the smallest and the largest value of a panel: from here on its scale is logarithmic.
 _FACTOR = 30
 
@@ -238,6 +241,9 @@ def _draw_maps(figure: SubFigure, engines: Sequence[EngineFigures], num_maps: in
     colours = ListedColormap([UNUSED, *REQUESTS])
     rows = num_maps * -(-len(engines) // columns)
     grid = figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False)
+    # A tick stands at the middle of a row or column that exists. Steps are powers of two, as widths
+    # are, for round ids.
+    first_ids = range(0, height * width, width << max(0, math.ceil(math.log2(height / _TICKS))))
     for axes in grid.flat:
         axes.axis("off")
     for place, engine in enumerate(engines):
@@ -254,11 +260,13 @@ def _draw_maps(figure: SubFigure, engines: Sequence[EngineFigures], num_maps: in
                 vmax=colours.N - 1,
                 aspect="auto",
                 interpolation="nearest",
-                extent=(0, width, height * width, 0),
             )
             title = f"{engine.label}, round {number}" if num_maps > 1 else engine.label
             axes.set_title(textwrap.fill(title, 32))
-            axes.yaxis.set_major_formatter("{x:,.0f}")
+            axes.set_xticks(range(0, width, width // 4))
+            axes.set_yticks(
+                [each // width for each in first_ids], [f"{each:,}" for each in first_ids]
+            )
             if row == rows - 1:
                 axes.set_xlabel("block in its row")
             if column == 0:

@@ -130,11 +130,30 @@ def test_maps(stock: EngineFigures, native: EngineFigures) -> None:
         cells = np.asarray(image.get_array())
         assert cells.shape == maps[0].images[0].get_array().shape
         width = cells.shape[1]
-        assert image.get_extent() == [0, width, cells.size, 0]
+        assert image.get_extent() == [-0.5, width - 0.5, len(cells) - 0.5, -0.5]
         for block in range(91):
             colour = image.cmap(image.norm(cells[block // width, block % width]))
             expected = plots.REQUESTS[0] if block in table else plots.UNUSED
             assert to_hex(colour) == expected.lower(), (axes.get_title(), block)
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 8, 9, 65, 200, 241, 1000, 4097, 100_000])
+def test_ticks_of_a_map_name_rows_and_columns(tmp_path: Path, num_blocks: int) -> None:
+    """At the middle of a row the id of its first block: with the column, the id of any block."""
+    last = num_blocks - 1
+    seen = engine(tmp_path, "stock", request([last], 16), num_blocks=max(2, num_blocks))
+    (axes,) = parts(plots.picture([seen]))[1]
+    axes.figure.canvas.draw()
+    height, width = axes.images[0].get_array().shape
+    columns, rows = axes.get_xticks().tolist(), axes.get_yticks().tolist()
+    assert rows[0] == columns[0] == 0
+    assert set(rows) <= set(range(height))
+    assert set(columns) <= set(range(width))
+    assert min(height, 3) <= len(rows) <= 8
+    assert len(columns) == 4
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == [f"{row * width:,}" for row in rows]
+    assert [label.get_text() for label in axes.get_xticklabels()] == [f"{each}" for each in columns]
 
 
 def test_neighbours_in_the_pool_differ(tmp_path: Path) -> None:
