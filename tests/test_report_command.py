@@ -344,8 +344,8 @@ def test_the_example_of_the_help_works(
     command, verb, *arguments = shlex.split(helped.split("example:\n")[1])
     assert (command, verb) == ("pyblockpool", "report")
     monkeypatch.chdir(stock.parent)
-    status, _, complaints = ran(capsys, *arguments)
-    assert (status, complaints) == (0, "")
+    status, _, told = ran(capsys, *arguments)
+    assert (status, told) == (0, "pyblockpool report: the picture is in rounds.png\n")
     assert (stock.parent / "rounds.png").stat().st_size > 10_000
 
 
@@ -368,19 +368,49 @@ def test_pictures(
 ) -> None:
     for ending, magic in ((".png", b"\x89PNG"), (".svg", b"<?xml"), (".pdf", b"%PDF")):
         out = tmp_path / f"out{ending}"
-        status, printed, complaints = ran(capsys, stock, native, "--plot", out)
-        assert (status, complaints) == (0, "")
+        status, printed, told = ran(capsys, stock, native, "--plot", out)
+        assert (status, told) == (0, f"pyblockpool report: the picture is in {out}\n")
         assert rows(printed, "stock", "native")
         assert out.read_bytes().startswith(magic)
 
 
+def test_a_picture_beside_json(
+    stock: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is told about the picture does not get into the JSON, drawn or not."""
+    nothing = write(tmp_path / "nothing", header())
+    for traces, status, drawn in ((stock, nothing), 0, True), ((nothing,), 1, False):
+        out = tmp_path / f"{status}.svg"
+        found, printed, told = ran(capsys, *traces, "--json", "--plot", out)
+        assert (found, out.exists()) == (status, drawn)
+        assert len(json.loads(printed)["engines"]) == len(traces)
+        assert told.startswith(f"pyblockpool report: {'the picture is in ' if drawn else ''}{out}")
+        assert len(told.splitlines()) == 1
+
+
+def test_a_picture_that_cannot_be_written(
+    stock: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody is told that it was."""
+    out = tmp_path / "x.png"
+    out.mkdir()
+    status, _, told = ran(capsys, stock, "--plot", out)
+    assert status == 1
+    assert "the picture is in" not in told
+    assert str(out) in told
+
+
 def test_nothing_to_draw(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / "trace", header())
-    status, printed, complaints = ran(capsys, trace, "--plot", tmp_path / "x.png")
-    assert status == 0
-    assert printed
-    assert complaints == "pyblockpool report: no request has ended: there is nothing to draw\n"
-    assert not (tmp_path / "x.png").exists()
+    out = tmp_path / "x.png"
+    status, printed, complaints = ran(capsys, trace, "--plot", out)
+    assert status == 1
+    assert rows(printed, "trace")
+    assert complaints == (
+        f"pyblockpool report: {out} is not written: no request has ended, so that there is nothing "
+        "to draw\n"
+    )
+    assert not out.exists()
 
 
 def command(*arguments: Any, **environment: str) -> subprocess.Popen[str]:

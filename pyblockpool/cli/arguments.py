@@ -46,8 +46,8 @@ def add_plot(parser: argparse.ArgumentParser, what: str) -> None:
         "--plot",
         type=_picture,
         metavar="OUT",
-        help=f"draw {what} into a file, whose name ends in {', '.join(PICTURES)}; needs "
-        "pyblockpool[plot]",
+        help=f"draw {what} into a file, whose name ends in {', '.join(PICTURES)}, and say so on "
+        "stderr; needs pyblockpool[plot]",
     )
 
 

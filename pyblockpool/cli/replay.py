@@ -14,7 +14,7 @@ from rich.table import Table
 
 from pyblockpool.cli import tables
 from pyblockpool.cli.arguments import Verbs, add_plot, add_verb, at_least
-from pyblockpool.cli.terminal import FirstThatFits, counted, number, show, show_json
+from pyblockpool.cli.terminal import FirstThatFits, counted, number, show, show_json, tell_plot
 from pyblockpool.errors import SettingsError
 from pyblockpool.replay import Figures, Setup, replay_each
 from pyblockpool.report import TILE_TOKENS, Choices
@@ -178,6 +178,7 @@ def _replay(options: argparse.Namespace) -> int:
     engines = [each.engine for each in figures.values()]
     if options.plot:
         plots.save(plots.picture(engines, "whole tables"), options.plot)
+        tell_plot("replay", options.plot)
     if options.json:
         found = {queue: each.as_json() for queue, each in figures.items()}
         show_json({"setup": asdict(setup), "requests": len(requests), "queues": found})

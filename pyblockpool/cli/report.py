@@ -17,7 +17,7 @@ from rich.table import Table
 from pyblockpool.block_trace import Header, Section, read_sections
 from pyblockpool.cli import tables
 from pyblockpool.cli.arguments import Verbs, add_plot, add_verb, at_least
-from pyblockpool.cli.terminal import counted, show, show_json
+from pyblockpool.cli.terminal import counted, show, show_json, tell_plot
 from pyblockpool.errors import TraceError
 from pyblockpool.report import (
     MANY_REQUESTS,
@@ -43,8 +43,9 @@ def add_to(verbs: Verbs) -> None:
         description="Read block traces, which engines write under VLLM_BLOCK_TRACE=FILE, and show "
         "how contiguous their block tables were, beside prefix hits and the latency of prefill: "
         "per round and in all, engine beside engine. A round lies between two resets of the prefix "
-        "cache or of the order. Exit status: 0 if there was something to report, 1 if there was "
-        "not, 2 for bad usage; what a file lacks is told on stderr.",
+        "cache or of the order. Exit status: 0 if there was something to report, and to draw where "
+        "--plot asks for it, 1 if there was not, 2 for bad usage; what a file lacks is told on "
+        "stderr.",
         example="pyblockpool report stock.jsonl native.jsonl --plot rounds.png",
     )
     report.set_defaults(run=_report)
@@ -89,15 +90,10 @@ def _report(options: argparse.Namespace) -> int:
     if not sections:
         return 1
     engines = _figures(sections, choices)
-    if options.plot:
-        plotted = [engine for engine in engines if engine.rounds]
-        if plotted:
-            plots.save(plots.picture(plotted), options.plot)
-        else:
-            print(
-                "pyblockpool report: no request has ended: there is nothing to draw",
-                file=sys.stderr,
-            )
+    plotted = [engine for engine in engines if engine.rounds]
+    if options.plot and plotted:
+        plots.save(plots.picture(plotted), options.plot)
+        tell_plot("report", options.plot)
     if options.json:
         show_json(
             {
@@ -111,6 +107,13 @@ def _report(options: argparse.Namespace) -> int:
         )
     else:
         show(_what_ran(sections, engines), "", *tables.of_engines(engines, choices))
+    if options.plot and not plotted:
+        print(
+            f"pyblockpool report: {options.plot} is not written: no request has ended, so that "
+            "there is nothing to draw",
+            file=sys.stderr,
+        )
+        return 1
     return 0
 
 

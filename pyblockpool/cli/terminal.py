@@ -7,6 +7,7 @@ import math
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -47,6 +48,11 @@ def show(*parts: RenderableType) -> None:
 def show_json(found: dict[str, Any]) -> None:
     """Print it on stdout in one line."""
     print(json.dumps(found, allow_nan=False), flush=True)
+
+
+def tell_plot(verb: str, path: Path) -> None:
+    """Say that a picture was written; on stderr, as stdout may be JSON."""
+    print(f"pyblockpool {verb}: the picture is in {path}", file=sys.stderr)
 
 
 def counted(count: int, what: str) -> str:

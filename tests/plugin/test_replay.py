@@ -421,6 +421,7 @@ def test_the_command_tells_rounds_and_draws(trace: str, tmp_path: Path) -> None:
     assert ["python", "1", "10"] in shown
     assert ["2", "9"] in [words[:2] for words in shown]
     assert ["native:extent", "all", "19"] in shown
+    assert ran.stderr.endswith(f"pyblockpool replay: the picture is in {picture}\n")
     drawn = picture.read_text()
     for text in ("blocks a run, in whole tables", "prefix hits", "native:extent, round 2"):
         assert text in drawn
