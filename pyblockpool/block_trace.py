@@ -3,7 +3,10 @@
 ``VLLM_BLOCK_TRACE=FILE`` makes an engine core append to FILE, a JSON object a line: a *header* with
 what runs, then a line for each KV-cache group of each request that ends or is preempted, a line for
 each reset, and an *end*. From header to end is a *section*: the life of one engine. A file may have
-several, and where the end is missing, the engine is still running or was killed.
+several. Where the end is missing, the recording goes on (in the last section of a file only); or
+its process ended before the line was written, as it was killed (at shutdown by vLLM, too) or has
+crashed; or the line could not be written, to a full disk, say. Then the last records may be
+missing, too.
 """
 
 from __future__ import annotations
@@ -163,7 +166,7 @@ class Section:
         rounds: stretches with a record in them, between resets that were done.
         cut: numbers of lines that are no JSON: cut off by a crash or a full disk, or still being
             written. They are left out.
-        end: the last line, None where there is none.
+        end: the last line; None where there is none, for the reasons that the module gives.
     """
 
     path: Path

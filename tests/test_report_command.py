@@ -112,7 +112,9 @@ def test_what_ran(stock: Path, native: Path, capsys: pytest.CaptureFixture[str])
         (
             {},
             reset(),
-            "stopped by vLLM or a crash; the last second may be missing",
+            "no end line: it is still running, or ended before the line was written (killed, by "
+            "vLLM at shutdown, too, or a crash), or the line could not be written; the last "
+            "records may be missing",
         ),
         ({}, end(end="size limit"), "recording stopped: size limit"),
         ({}, end(lost=1200), "1,200 records lost"),

@@ -226,8 +226,9 @@ def _how_it_went(section: Section, engine: EngineFigures) -> str:
     ]
     if section.end is None:
         parts.append(
-            "no end line: it is still running, or was stopped by vLLM or a crash; the last second "
-            "may be missing"
+            "no end line: it is still running, or ended before the line was written (killed, by "
+            "vLLM at shutdown, too, or a crash), or the line could not be written; the last "
+            "records may be missing"
         )
     elif section.end.end != "closed":
         parts.append(f"recording stopped: {section.end.end}")
