@@ -28,7 +28,7 @@ from typing import Any
 from pyblockpool import __version__
 from pyblockpool.plugin import surface
 from pyblockpool.plugin.order import queue_stats
-from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings
+from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings, assignments
 from pyblockpool.trace_writer import PREEMPTED, TraceWriter
 
 Method = Callable[..., Any]
@@ -206,6 +206,7 @@ class Recorder:
         return __init__
 
     def _begin(self, manager: Any) -> None:
+        asked = assignments({TRACE_VARIABLE: str(self._settings.trace)})
         path = str(self._settings.trace).replace("%p", str(os.getpid()))
         try:
             config = _config.get()
@@ -223,9 +224,8 @@ class Recorder:
                 raise
         except BlockingIOError:
             surface.log().warning(
-                "%s=%s: another engine writes to this file; this one (pid %d) is not recorded. %s",
-                TRACE_VARIABLE,
-                self._settings.trace,
+                "%s: another engine writes to this file; this one (pid %d) is not recorded. %s",
+                asked,
                 os.getpid(),
                 "Of the engines of one process, one is recorded at a time"
                 if "%p" in str(self._settings.trace)
@@ -233,18 +233,13 @@ class Recorder:
             )
         except OSError as error:
             surface.log().warning(
-                "%s=%s: nothing is recorded, as the file cannot be written: %s",
-                TRACE_VARIABLE,
-                self._settings.trace,
+                "%s: nothing is recorded, as the file cannot be written: %s",
+                asked,
                 error.strerror or error,
             )
         except Exception as error:
             surface.log().warning(
-                "%s=%s: nothing is recorded: %s: %s",
-                TRACE_VARIABLE,
-                self._settings.trace,
-                type(error).__name__,
-                error,
+                "%s: nothing is recorded: %s: %s", asked, type(error).__name__, error
             )
         else:
             surface.log().info("Recording block tables in %s", path)
