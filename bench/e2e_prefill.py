@@ -142,7 +142,6 @@ DEVICES = {
             "decode": {
                 "backend": "CPU_ATTN",
                 "block_size": 32,  # as its kernels want it
-                "num_blocks": 1_200,
                 "prompt": 1_024,
                 "output": 128,
             },

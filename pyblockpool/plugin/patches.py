@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from pyblockpool.errors import ConflictError
 from pyblockpool.plugin import surface
-from pyblockpool.plugin.placement import QueueMaker, grow_in_place
+from pyblockpool.plugin.placement import QueueMaker, grow_in_place, grow_in_place_when_full
 from pyblockpool.plugin.reset import DOCS, LAYERS, Layer
 from pyblockpool.plugin.surface import BLOCK_POOL, KV_CACHE_UTILS, name_of
 from pyblockpool.settings import Settings
@@ -292,10 +292,14 @@ def _resolve_size(maker: QueueMaker) -> Patch:
 
 def _grow() -> Iterator[Patch]:
     base = import_module(surface.MANAGERS).SingleTypeKVCacheManager
+    wrappers = {
+        "allocate_new_blocks": grow_in_place_when_full,
+        "allocate_external_computed_blocks": grow_in_place,
+    }
     for cls, name in surface.allocators(base):
         yield Patch(
             target=f"{surface.MANAGERS}:{cls.__qualname__}.{name}",
-            apply=partial(_wrap, cls, name, grow_in_place),
+            apply=partial(_wrap, cls, name, wrappers[name]),
             why="the queue has to know the last block of a request to take the next one beside it",
             upstream=RFC,
             retire_when="BlockPool.get_new_blocks takes the last block of the request",

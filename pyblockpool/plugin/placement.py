@@ -81,10 +81,7 @@ class QueueMaker:
 
 
 def grow_in_place(original: Method) -> Method:
-    """Wraps a method ``(self, request_id, ...)`` of vLLM's managers that allocates blocks.
-
-    vLLM calls it for each running request in each step.
-    """
+    """Wraps a method ``(self, request_id, ...)`` of vLLM's managers that allocates blocks."""
     from pyblockpool import FreeBlockQueue
 
     @functools.wraps(original)
@@ -101,5 +98,22 @@ def grow_in_place(original: Method) -> Method:
             return original(self, request_id, *args, **kwargs)
         finally:
             queue.grow_after(None)
+
+    return allocate
+
+
+def grow_in_place_when_full(original: Method) -> Method:
+    """The same for ``(self, request_id, num_tokens, ...)``: the blocks for so many tokens in all.
+
+    vLLM calls it for each running request in each step, and mostly the last block has room.
+    """
+    growing = grow_in_place(original)
+
+    @functools.wraps(original)
+    def allocate(self: Any, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        table = self.req_to_blocks.get(request_id)
+        if table and num_tokens > len(table) * self.block_size:
+            return growing(self, request_id, num_tokens, *args, **kwargs)
+        return original(self, request_id, num_tokens, *args, **kwargs)
 
     return allocate

@@ -29,8 +29,11 @@ ASYNC_LLM = "vllm.v1.engine.async_llm"
 LLM = "vllm.entrypoints.llm"
 MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 REQUEST = "vllm.v1.request"
-# The methods of vLLM's managers that allocate blocks for a request.
-ALLOCATE = ("allocate_new_blocks", "allocate_external_computed_blocks")
+# The methods of vLLM's managers that allocate blocks for a request, with their first parameters.
+ALLOCATE = {
+    "allocate_new_blocks": ("request_id", "num_tokens"),
+    "allocate_external_computed_blocks": ("request_id",),
+}
 
 # Methods of vLLM's queue and their parameters behind `self`; those that came after OLDEST.
 QUEUE_METHODS: dict[str, tuple[str, ...]] = {
@@ -349,8 +352,10 @@ def _the_managers() -> Iterator[Finding]:
     wrong = [
         f"{cls.__name__}.{name}()"
         for cls, name in allocators(base)
-        if list(inspect.signature(vars(cls)[name]).parameters)[:2] != ["self", "request_id"]
+        if _parameters(vars(cls)[name])[: len(ALLOCATE[name])] != ALLOCATE[name]
     ]
+    if "block_size" not in inspect.unwrap(base.__init__).__code__.co_names:
+        wrong.append(f"{base.__name__}.block_size")
     manager = inspect.signature(import_module(KV_CACHE_MANAGER).KVCacheManager.__init__)
     if list(manager.parameters)[1] != "kv_cache_config":
         wrong.append("KVCacheManager.__init__()")

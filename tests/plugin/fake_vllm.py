@@ -112,17 +112,19 @@ MANAGERS = """
 class SingleTypeKVCacheManager:
     def __init__(self, block_pool):
         self.block_pool = block_pool
+        self.block_size = 1
         self.req_to_blocks = {}
 
     def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
-        blocks = self.block_pool.get_new_blocks(num_tokens)
-        self.req_to_blocks.setdefault(request_id, []).extend(blocks)
+        table = self.req_to_blocks.setdefault(request_id, [])
+        blocks = self.block_pool.get_new_blocks(-(-num_tokens // self.block_size) - len(table))
+        table.extend(blocks)
         for block in blocks:
             block.ref_cnt += 1
         return blocks
 
     def allocate_external_computed_blocks(self, request_id, local, external):
-        self.allocate_new_blocks(request_id, external, external)
+        self.allocate_new_blocks(request_id, local + external, local + external)
 
 class SlidingWindowManager(SingleTypeKVCacheManager):
     def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):

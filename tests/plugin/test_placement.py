@@ -126,9 +126,9 @@ def test_requests_grow_in_place(host: FakeVLLM, activate: Activate, cls: str) ->
     manager = host.make(cls, subject)
     one, other = (manager.allocate_new_blocks(name, 3, 3) for name in "ab")
     assert (ids(one), ids(other)) == ([8, 9, 10], [16, 17, 18])
-    manager.allocate_new_blocks("a", 1, 1)
-    manager.allocate_external_computed_blocks("b", 0, 2)
-    manager.allocate_new_blocks("a", 1, 1)
+    manager.allocate_new_blocks("a", 4, 4)
+    manager.allocate_external_computed_blocks("b", 3, 2)
+    manager.allocate_new_blocks("a", 5, 5)
     assert ids(manager.req_to_blocks["a"]) == [8, 9, 10, 11, 12]
     assert ids(manager.req_to_blocks["b"]) == [16, 17, 18, 19, 20]
     # Whoever allocates without a request gets none of their places.
@@ -150,7 +150,7 @@ def test_where_there_is_no_hint(host: FakeVLLM, activate: Activate) -> None:
         last.is_null = last is subject.null_block
         last.ref_cnt = int(last is not subject.blocks[20])
         manager.req_to_blocks["x"] = [last]
-        (block,) = manager.allocate_new_blocks("x", 1, 1)
+        (block,) = manager.allocate_new_blocks("x", 2, 2)
         assert block.block_id in range(1, 8), "a place that single blocks share"
     assert subject.free_block_queue.check() == ""
 
@@ -162,7 +162,32 @@ def test_a_pool_with_another_queue_is_left_alone(host: FakeVLLM, activate: Activ
     subject.free_block_queue = theirs([host.kv_cache_utils.KVCacheBlock(i) for i in range(6)])
     manager = host.make("SingleTypeKVCacheManager", subject)
     assert len(manager.allocate_new_blocks("a", 2, 2)) == 2
-    assert len(manager.allocate_new_blocks("a", 2, 2)) == 2
+    assert len(manager.allocate_new_blocks("a", 4, 4)) == 2
+
+
+def test_no_hint_while_the_last_block_has_room(host: FakeVLLM, activate: Activate) -> None:
+    """vLLM asks for each running request in each step: a hint each time would cost its steps."""
+    activate("native:extent")
+    manager = host.make("SingleTypeKVCacheManager", cache_pool(host, 64))
+    manager.block_size = 4
+    hints: list[Any] = []
+
+    class Watched(FreeBlockQueue):
+        def grow_after(self, block: Any) -> None:
+            hints.append(block)
+            super().grow_after(block)
+
+    subject = cache_pool(host, 64)
+    subject.free_block_queue = Watched(subject.blocks[1:], policy="extent", size=8)
+    manager = host.make("SingleTypeKVCacheManager", subject)
+    manager.block_size = 4
+    (block,) = manager.allocate_new_blocks("a", 1, 1)
+    for num_tokens in (2, 3, 4):
+        assert manager.allocate_new_blocks("a", num_tokens, num_tokens) == []
+    assert hints == []
+    (following,) = manager.allocate_new_blocks("a", 5, 5)
+    assert hints == [block, None]
+    assert following.block_id == block.block_id + 1
 
 
 def test_an_allocation_that_fails_takes_its_hint_back(host: FakeVLLM, activate: Activate) -> None:
@@ -190,6 +215,19 @@ def test_an_allocation_that_fails_takes_its_hint_back(host: FakeVLLM, activate: 
             ),
             UnsupportedVLLMError,
             ["in an unknown way", "SlidingWindowManager.allocate_new_blocks()"],
+        ),
+        (
+            (
+                "def allocate_new_blocks(self, request_id, num_tokens, n",
+                "def allocate_new_blocks(self, request_id, n",
+            ),
+            UnsupportedVLLMError,
+            ["in an unknown way", "SlidingWindowManager.allocate_new_blocks()"],
+        ),
+        (
+            ("self.block_size = 1", "pass"),
+            UnsupportedVLLMError,
+            ["in an unknown way", "SingleTypeKVCacheManager.block_size"],
         ),
         (
             (
