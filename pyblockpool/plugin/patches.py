@@ -292,14 +292,13 @@ def _resolve_size(maker: QueueMaker) -> Patch:
 
 def _grow() -> Iterator[Patch]:
     base = import_module(surface.MANAGERS).SingleTypeKVCacheManager
-    wrappers = {
-        "allocate_new_blocks": grow_in_place_when_full,
-        "allocate_external_computed_blocks": grow_in_place,
-    }
     for cls, name in surface.allocators(base):
+        at_each_step = surface.parameters_of(vars(cls)[name]) == surface.ALLOCATE_NEW
         yield Patch(
             target=f"{surface.MANAGERS}:{cls.__qualname__}.{name}",
-            apply=partial(_wrap, cls, name, wrappers[name]),
+            apply=partial(
+                _wrap, cls, name, grow_in_place_when_full if at_each_step else grow_in_place
+            ),
             why="the queue has to know the last block of a request to take the next one beside it",
             upstream=RFC,
             retire_when="BlockPool.get_new_blocks takes the last block of the request",

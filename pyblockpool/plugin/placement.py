@@ -110,10 +110,10 @@ def grow_in_place_when_full(original: Method) -> Method:
     growing = grow_in_place(original)
 
     @functools.wraps(original)
-    def allocate(self: Any, request_id: str, num_tokens: int, *args: Any, **kwargs: Any) -> Any:
+    def allocate(self: Any, request_id: str, num_tokens: int, num_tokens_main_model: int) -> Any:
         table = self.req_to_blocks.get(request_id)
         if table and num_tokens > len(table) * self.block_size:
-            return growing(self, request_id, num_tokens, *args, **kwargs)
-        return original(self, request_id, num_tokens, *args, **kwargs)
+            return growing(self, request_id, num_tokens, num_tokens_main_model)
+        return original(self, request_id, num_tokens, num_tokens_main_model)
 
     return allocate

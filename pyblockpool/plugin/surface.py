@@ -29,11 +29,10 @@ ASYNC_LLM = "vllm.v1.engine.async_llm"
 LLM = "vllm.entrypoints.llm"
 MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 REQUEST = "vllm.v1.request"
-# The methods of vLLM's managers that allocate blocks for a request, with their first parameters.
-ALLOCATE = {
-    "allocate_new_blocks": ("request_id", "num_tokens"),
-    "allocate_external_computed_blocks": ("request_id",),
-}
+# The methods of vLLM's managers that allocate blocks for a request.
+ALLOCATE = ("allocate_new_blocks", "allocate_external_computed_blocks")
+# The parameters of the first, which is called for each running request in each step.
+ALLOCATE_NEW = ("request_id", "num_tokens", "num_tokens_main_model")
 
 # Methods of vLLM's queue and their parameters behind `self`; those that came after OLDEST.
 QUEUE_METHODS: dict[str, tuple[str, ...]] = {
@@ -279,7 +278,8 @@ def _the_recorder() -> Iterator[Finding]:
     wrong = [
         f"{cls}.__init__()"
         for (module, cls), parameter in first.items()
-        if _parameters(getattr(import_module(module), cls).__init__)[0] not in (parameter, "*args")
+        if parameters_of(getattr(import_module(module), cls).__init__)[0]
+        not in (parameter, "*args")
     ]
     wrong += [
         f"{cls}.{name}"
@@ -313,7 +313,7 @@ def _troubles(
             if (cls, method) not in later:
                 missing.append(f"{cls}.{method}()")
         elif not hasattr(found, OURS):
-            takes = _parameters(found) if inspect.isfunction(found) else ()
+            takes = parameters_of(found) if inspect.isfunction(found) else ()
             # Somebody else's wrapper may take all there is.
             if inspect.isfunction(found) and takes in (parameters, ("*args", "**kwargs")):
                 continue
@@ -352,7 +352,7 @@ def _the_managers() -> Iterator[Finding]:
     wrong = [
         f"{cls.__name__}.{name}()"
         for cls, name in allocators(base)
-        if _parameters(vars(cls)[name])[: len(ALLOCATE[name])] != ALLOCATE[name]
+        if parameters_of(vars(cls)[name])[:1] != ("request_id",)
     ]
     if "block_size" not in inspect.unwrap(base.__init__).__code__.co_names:
         wrong.append(f"{base.__name__}.block_size")
@@ -379,7 +379,7 @@ def allocators(base: Any) -> Iterator[tuple[Any, str]]:
         yield from allocators(derived)
 
 
-def _parameters(method: Any) -> tuple[str, ...]:
+def parameters_of(method: Any) -> tuple[str, ...]:
     """Names behind `self`; ("*args", "**kwargs") for a method that takes anything."""
     parameters = list(inspect.signature(method).parameters.values())[1:]
     anything = [inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD]

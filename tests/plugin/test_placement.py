@@ -190,6 +190,27 @@ def test_no_hint_while_the_last_block_has_room(host: FakeVLLM, activate: Activat
     assert following.block_id == block.block_id + 1
 
 
+def test_a_manager_that_takes_other_arguments_grows_in_place(
+    host: FakeVLLM, activate: Activate
+) -> None:
+    """Of a plugin for other hardware, say."""
+    host.load(
+        (
+            "def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):\n"
+            "        return super()",
+            "def allocate_new_blocks(self, request_id, num_tokens):\n"
+            "        num_tokens_main_model = num_tokens\n"
+            "        return super()",
+        )
+    )
+    activate("native:extent")
+    manager = host.make("SlidingWindowManager", cache_pool(host, 64))
+    for number in (2, 3, 4):
+        manager.allocate_new_blocks("a", number)
+        manager.allocate_new_blocks("b", number)
+    assert [ids(manager.req_to_blocks[name]) for name in "ab"] == [[8, 9, 10, 11], [16, 17, 18, 19]]
+
+
 def test_an_allocation_that_fails_takes_its_hint_back(host: FakeVLLM, activate: Activate) -> None:
     activate("native:extent")
     subject = cache_pool(host, 24)
@@ -212,14 +233,6 @@ def test_an_allocation_that_fails_takes_its_hint_back(host: FakeVLLM, activate: 
             (
                 "def allocate_new_blocks(self, request_id, num",
                 "def allocate_new_blocks(self, r, num",
-            ),
-            UnsupportedVLLMError,
-            ["in an unknown way", "SlidingWindowManager.allocate_new_blocks()"],
-        ),
-        (
-            (
-                "def allocate_new_blocks(self, request_id, num_tokens, n",
-                "def allocate_new_blocks(self, request_id, n",
             ),
             UnsupportedVLLMError,
             ["in an unknown way", "SlidingWindowManager.allocate_new_blocks()"],
