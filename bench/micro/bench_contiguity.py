@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from bench_queue import ROUNDS, record
+from answers import record
 
 from pyblockpool.contiguity import Contiguity, Table
 
@@ -41,7 +41,14 @@ def expected(tables: list[Table]) -> dict[str, int]:
 @pytest.mark.parametrize("adder", ["numpy", "native"])
 @pytest.mark.parametrize("length", [20, 500, 10_000])
 def test_tables(
-    benchmark: Any, repeat: int, length: int, order: str, adder: str, how: str, ids: list[int]
+    benchmark: Any,
+    repeat: int,
+    rounds: int,
+    length: int,
+    order: str,
+    adder: str,
+    how: str,
+    ids: list[int],
 ) -> None:
     whole = np.array(ids, np.int32) + 1  # block 0 is never in a table
     tables = [whole[first : first + length] for first in range(0, len(ids), length)]
@@ -61,6 +68,6 @@ def test_tables(
                 contiguity.add(table)
         found.update({name: getattr(contiguity, name) for name in expected([])})
 
-    benchmark.pedantic({"numpy": numpy, "native": native}[adder], rounds=ROUNDS, warmup_rounds=1)
+    benchmark.pedantic({"numpy": numpy, "native": native}[adder], rounds=rounds, warmup_rounds=1)
     operation = f"contiguity: {length:,} blocks, {order}, {how}"
     record(benchmark, operation, adder, len(ids), found == expected(tables))
