@@ -89,17 +89,11 @@ class CachedOrder:
         return [block_id for e in extents for block_id in range(e * size, (e + 1) * size)]
 
 
-def unhashed_order(policy: str, ids: Sequence[int], shared: int | None = None) -> list[int]:
+def unhashed_order(policy: str, ids: Sequence[int]) -> list[int]:
     """The ids of a queue in which no free block is cached, if it is emptied one by one.
 
     As they came under ``lru``, else ascending; but whole extents first, the shortest run of
     neighbours first, and then the extents with the most free blocks.
-
-    Args:
-        policy: ``lru``, ``sorted`` or ``extent``.
-        ids: the free ids in the order of LRU.
-        shared: the extent that the last single block was taken from, if it is not whole since:
-            the next ones come from there.
     """
     if policy == "lru":
         return list(ids)
@@ -117,6 +111,4 @@ def unhashed_order(policy: str, ids: Sequence[int], shared: int | None = None) -
     parts = sorted(free.keys() - set(whole), key=lambda extent: (-free[extent], extent))
     extents = [extent for run in sorted(runs, key=len) for extent in run] + parts
     place = {extent: number for number, extent in enumerate(extents)}
-    if shared is not None:
-        place[shared] = -1
     return sorted(ids, key=lambda block_id: (place[block_id // size], block_id))

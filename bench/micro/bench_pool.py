@@ -19,8 +19,6 @@ from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
 
 # Blocks a round: the same of all batches.
 MOVED = 16_384
-# The null block was taken by itself, from the extent that it keeps from being whole.
-NULL_EXTENT = 0
 pytestmark = [
     pytest.mark.parametrize("batch", [1, 16, 512]),
     pytest.mark.parametrize("caching", ["caching on", "caching off"]),
@@ -36,6 +34,15 @@ def hashes() -> list[Any]:
     ]
 
 
+@functools.lru_cache(maxsize=8)
+def pool_of(rival: str, caching: bool) -> Any:
+    pool = POOLS[rival](NUM_BLOCKS, caching, BLOCK_SIZE)
+    # Single blocks share an extent, at first that of the null block: move on from there.
+    queue = pool.free_block_queue
+    queue.append_n([queue.popleft() for _ in range(queue.num_free_blocks)])
+    return pool
+
+
 class Setup:
     """A pool of which all blocks are free, and what was done to them.
 
@@ -47,7 +54,7 @@ class Setup:
     def __init__(self, rival: str, caching: str, ids: list[int]) -> None:
         self.policy = POLICY[rival]
         self.caching = caching == "caching on"
-        self.pool = POOLS[rival](NUM_BLOCKS, self.caching, BLOCK_SIZE)
+        self.pool = pool_of(rival, self.caching)
         self.queue = self.pool.free_block_queue
         self.ids = [block_id for block_id in ids if block_id]
         self.order = [self.pool.blocks[block_id] for block_id in self.ids]
@@ -158,7 +165,7 @@ def test_free_blocks(
         expected = CachedOrder(setup.policy, rest + freed).ids()
     else:
         freed = [block_id for table in reversed(tail_first) for block_id in ids_of(table)]
-        expected = unhashed_order(setup.policy, freed + rest, NULL_EXTENT)
+        expected = unhashed_order(setup.policy, freed + rest)
     correct = order_of(setup.queue) == expected and setup.is_sound()
     correct &= all(block.ref_cnt == 0 for block in setup.order)
     operation = f"pool: free_blocks {batch}, {caching}, {order}"
@@ -190,7 +197,7 @@ def test_touch(
     if setup.caching:
         expected = CachedOrder(setup.policy, left).ids()
     else:
-        expected = unhashed_order(setup.policy, left, NULL_EXTENT)
+        expected = unhashed_order(setup.policy, left)
     correct = order_of(setup.queue) == expected and setup.is_sound()
     correct &= all(block.ref_cnt == 1 for block in hit)
     operation = f"pool: touch {batch}, {caching}, {order}"
