@@ -24,6 +24,7 @@ from rivals import (
     NUM_BLOCKS,
     POLICY,
     RIVALS,
+    blocks_of,
     make_cached_queue,
     make_queue,
     native,
@@ -134,7 +135,7 @@ def test_remove_append(
 ) -> None:
     """Each second block of the queue, as prefix hits take blocks out of the middle."""
     queue = make_cached_queue(rival, ids)
-    by_id = {block.block_id: block for block in queue.get_all_free_blocks()}
+    by_id = blocks_of(BLOCKS[rival])
     hit = [by_id[block_id] for block_id in ids[::2]]
     tables = [hit[first : first + batch] for first in range(0, len(hit), batch)]
 
