@@ -572,6 +572,6 @@ def test_packed_tables_do_not_cost_the_cache(
     ("length", "cached"), [(2, 254), (9, 575), (20, 848), (50, 908), (200, 1016)]
 )
 def test_what_fresh_tables_cost_the_cache(length: int, cached: int) -> None:
-    """They share no extent, so the last one of each is filled in part: the README tells."""
+    """They share no extent, so the last one of each is filled in part: docs/policies.md tells."""
     assert num_cached(FreeBlockQueue, 1024, length, 0, False) == cached
     assert num_cached(FreeBlockQueue, 1024, length, 0, True) >= 1012
