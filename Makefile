@@ -1,4 +1,4 @@
-# Verbs: rollout, test, lint, bench, replay; their parts: env, install, cxx, unit, sanitize, engine, upstream.
+# Verbs: rollout, test, lint, bench, bench-full, replay; their parts: env, install, cxx, unit, sanitize, engine, upstream.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -7,9 +7,11 @@ WORKERS ?= 2
 
 BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE $(wildcard csrc/* pyblockpool/*.py* pyblockpool/*/*.py)
+MICRO := $(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benchmark-disable-gc \
+  --benchmark-quiet --benchmark-timer=time.process_time
 SCRIPTS := bench bench/micro examples tests tests/engine tests/plugin tests/upstream
 
-.PHONY: rollout test unit engine upstream cxx sanitize lint format bench replay env install clean
+.PHONY: rollout test unit engine upstream cxx sanitize lint format bench bench-full replay env install clean
 
 # GRPO-style rollout rounds on a real vLLM engine, once with vLLM's queue and once with ours.
 rollout: install
@@ -62,11 +64,23 @@ format: $(VENV)/.env
 	$(BIN)/ruff check --fix .
 	$(BIN)/clang-format -i csrc/*.?pp tests/cxx/*.?pp
 
-# Ratios to vLLM's class in the same run, best on an idle machine; saved, and set into the README.
+# Every benchmark in a short form, to look at; in build/bench, under 15 minutes on 2 cores.
 bench: install
-	mkdir -p bench/results
-	$(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benchmark-disable-gc \
-	  --benchmark-columns=median,iqr --results=bench/results/micro.json
+	mkdir -p build/bench
+	$(MICRO) --short --results=build/bench/micro.json
+	$(BIN)/python bench/e2e_prefill.py --rounds 6 --out build/bench/prefill_cpu.json
+	$(BIN)/python bench/kernel_prefill.py --short --out build/bench/kernel_cpu.json
+	$(BIN)/python bench/transfer.py --short --out build/bench/transfer_cpu.json
+	$(BIN)/python bench/scheduler.py --short --out build/bench/scheduler.json
+	$(BIN)/python bench/trace_cost.py --repeats 1 --out build/bench/trace.json
+
+# In full, best on an idle machine; saved in bench/results, and set into the documents. Over an hour.
+bench-full: install
+	$(MICRO) --results=bench/results/micro.json
+	$(BIN)/python bench/e2e_prefill.py --full --repetitions 3
+	$(BIN)/python bench/kernel_prefill.py
+	$(BIN)/python bench/transfer.py
+	$(BIN)/python bench/scheduler.py
 	$(BIN)/python bench/trace_cost.py
 	$(BIN)/python bench/table.py
 

@@ -427,6 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--repeats", type=int, default=5, help="fresh processes for each")
     parser.add_argument("--turns", type=int, default=16, help="of 25 steps, in each repeat")
     parser.add_argument("--short", action="store_true", help="one repeat of 4 turns")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="default: bench/results/")
     options = parser.parse_args(arguments)
     repeats, turns = (1, 4) if options.short else (options.repeats, options.turns)
     taken: dict[Load, dict[str, list[Turn]]] = {load: {} for load in LOADS}
@@ -449,7 +450,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 player.close()
     rows = [summary(load, found) for load, found in taken.items()]
     show(Console(width=140), rows)
-    RESULTS.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+    options.out.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

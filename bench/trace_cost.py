@@ -229,6 +229,7 @@ def check(engine: Engine, trace: Path) -> None:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--repeats", type=int, default=5, help="default: %(default)s")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="default: bench/results/")
     options = parser.parse_args(arguments)
     os.environ.pop(QUEUE_VARIABLE, None)
     os.environ.pop(TRACE_VARIABLE, None)
@@ -254,7 +255,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 f"{found['writer_percent']:.2f} %, {found['writer_us_per_request']} us a request",
             )
     Console(width=120).print(table)
-    RESULTS.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
+    options.out.write_text(json.dumps({**provenance(), "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -296,6 +296,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=11, help="default: %(default)s")
     parser.add_argument("--short", action="store_true", help="120 tables, 5 repeats")
+    parser.add_argument("--out", type=Path, help="default: bench/results/transfer_DEVICE.json")
     options = parser.parse_args(arguments)
     if options.short:
         options.tables, options.repeats = 120, 5
@@ -328,7 +329,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "timed_regions": TIMED_REGIONS,
         "rows": rows,
     }
-    (RESULTS / f"transfer_{options.device}.json").write_text(json.dumps(saved, indent=1) + "\n")
+    out = options.out or RESULTS / f"transfer_{options.device}.json"
+    out.write_text(json.dumps(saved, indent=1) + "\n")
     return 0
 
 
