@@ -235,11 +235,9 @@ def play(variant: Variant, shape: Shape, device: str) -> list[dict[str, Any]]:
         # The engine in this process, so that the pool is within reach.
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
         import vllm  # only now: it reads some of these variables at import
+        import vllm_fallbacks
 
-        if device == "cpu":
-            import flex_on_cpu
-
-            flex_on_cpu.enable()
+        vllm_fallbacks.enable()
         model = write_tiny_llama(Path(folder, "model"), **about.model)
         attention: dict[str, Any] = {"backend": shape.backend}
         if shape.backend == "FLEX_ATTENTION":
