@@ -1,4 +1,4 @@
-# Verbs: rollout, test, lint, bench, bench-full, replay; their parts: env, install, cxx, unit, sanitize, engine, upstream.
+# Verbs: rollout, test, lint, bench, bench-full, gpu, replay; their parts: env, install, cxx, unit, sanitize, engine, upstream.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -11,7 +11,7 @@ MICRO := $(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benc
   --benchmark-quiet --benchmark-timer=time.process_time
 SCRIPTS := bench bench/micro examples tests tests/engine tests/plugin tests/upstream
 
-.PHONY: rollout test unit engine upstream cxx sanitize lint format bench bench-full replay env install clean
+.PHONY: rollout test unit engine upstream cxx sanitize lint format bench bench-full gpu replay env install clean
 
 # GRPO-style rollout rounds on a real vLLM engine, once with vLLM's queue and once with ours.
 rollout: install
@@ -83,6 +83,10 @@ bench-full: install
 	$(BIN)/python bench/scheduler.py
 	$(BIN)/python bench/trace_cost.py
 	$(BIN)/python bench/table.py
+
+# All that a machine with one GPU can show, in eight minutes; OPTIONS="--wheels DIR --out DIR".
+gpu:
+	bench/gpu.sh --python $(PYTHON) $(OPTIONS)
 
 # The placement policies on public request traces; TRACES is the folder they are in.
 replay: install

@@ -86,7 +86,9 @@ def test_pip(command: Command) -> None:
     for word in command.words[2:]:
         if word.startswith("."):
             extras = re.findall("[a-z]+", word)
-            assert set(extras) <= set(metadata.metadata("pyblockpool").get_all("Provides-Extra"))
+            assert set(extras) <= set(
+                metadata.metadata("pyblockpool").get_all("Provides-Extra") or []
+            )
         else:
             assert f'"{word}>=' in known, word
 
