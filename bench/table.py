@@ -282,19 +282,23 @@ def is_default(shape: dict[str, Any]) -> bool:
 
 def prefill_header(first: str) -> list[str]:
     return [
-        f"| {first} | {' | '.join(VARIANTS.values())} |",
-        f"| --- |{' ---: |' * len(VARIANTS)}",
+        f"| {first} | repetitions | {' | '.join(VARIANTS.values())} |",
+        f"| --- | ---: |{' ---: |' * len(VARIANTS)}",
     ]
 
 
 def prefill_line(name: str, runs: dict[str, list[Rounds]], what: str = "prefill") -> str:
     cells = []
     for variant in VARIANTS:
-        first, last = (median(rounds[at][what] for rounds in runs[variant]) for at in (0, -1))
+        # A single round of a single repetition can be disturbed.
+        first, last = (
+            median(each[what] for rounds in runs[variant] for each in rounds[at])
+            for at in (slice(1), slice(-3, None))
+        )
         tiles = runs[variant][0][-1]["tile_amplification"]
         ms = f"{1000 * first:,.0f} → {1000 * last:,.0f} ms"
         cells.append(f"{ms}, {times(last / first)} ({tiles:.1f})")
-    return f"| {name} | {' | '.join(cells)} |"
+    return f"| {name} | {len(runs['vLLM'])} | {' | '.join(cells)} |"
 
 
 def scheduler_table(results: dict[str, Any]) -> list[str]:
