@@ -434,7 +434,8 @@ class FreeBlockQueue:
         if block is None:
             self._hint = None
             return
-        if not any(known is block for known in self._known.values()) or self._is_queued(block):
+        is_known = any(known is block for known in self._known.values())
+        if not is_known or self._is_queued(block) or block.prev_free_block is not None:
             raise RuntimeError(f"grow_after(): {block!r} is not a block of this queue in use")
         self._hint = block.block_id
 

@@ -200,6 +200,17 @@ def test_a_hint_has_to_be_a_block_in_use(
     assert queue.popleft().block_id == 1
 
 
+def test_a_hint_must_not_be_queued_elsewhere(
+    strict_class: Any, blocks: MakeBlocks, placement: dict[str, Any]
+) -> None:
+    queue = strict_class(blocks(4), **placement)
+    other = strict_class([], **placement)
+    block = queue.popleft()
+    other.append(block)
+    with pytest.raises(RuntimeError, match="is not a block of this queue in use"):
+        queue.grow_after(block)
+
+
 def test_a_hint_at_a_block_that_was_freed(strict_class: Any, blocks: MakeBlocks) -> None:
     """It stands; growing breaks the extent, which has become whole meanwhile."""
     made = blocks(12)
