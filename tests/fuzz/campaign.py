@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -35,7 +35,17 @@ from typing import Any, TypeAlias
 
 import pool_scene
 import queue_scene
-from cases import FOLDER, Case, in_a_child, outcome, shrink
+from cases import (
+    DEATHS,
+    FOLDER,
+    SECONDS,
+    Case,
+    in_a_child,
+    limit_memory,
+    outcome,
+    outcome_here,
+    shrink,
+)
 from implementations import HAS_VLLM
 from rich.console import Console
 from rich.table import Table
@@ -54,7 +64,7 @@ BATCHES = {
 TURNS = [*BATCHES, ("queue", "extent"), ("pool", "extent")]
 SHRINK_SECONDS = 60
 # A batch that takes longer hangs. That may be played once more, with each operation written down.
-BATCH_SECONDS = 300
+BATCH_SECONDS = 120
 CRASH_SECONDS = 2 * BATCH_SECONDS
 
 Log: TypeAlias = list[Operation]
@@ -180,10 +190,13 @@ def play_crashed(seed: int) -> Failure | None:
         return Failure(seed, Case(setting, operations, found))
 
 
-def work(seed: int, step: int, batches: int | None, pipe: Connection) -> None:
+def work(seeds: Iterator[int], enough: Any, pipe: Connection) -> None:
     """In a process of its own: plays one batch after the other and tells how it went."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    for each in islice(count(seed, step), batches):
+    limit_memory()
+    for each in seeds:
+        if enough.is_set():
+            return
         pipe.send(("begin", each, 0.0))
         started = time.perf_counter()
         result = play_batch(each)
@@ -222,17 +235,19 @@ class Campaign:
     def run(self, batches: int | None = None) -> Failure | None:
         """Until it is over, or each worker has played so many batches, or one has failed."""
         context = multiprocessing.get_context("fork")
+        enough = context.Event()
         workers: dict[Any, Worker] = {}
         for seed in range(self.first_seed, self.first_seed + self.workers):
             reader, writer = context.Pipe(duplex=False)
-            process = context.Process(
-                target=work, args=(seed, self.workers, batches, writer), daemon=True
-            )
+            seeds = islice(count(seed, self.workers), batches)
+            process = context.Process(target=work, args=(seeds, enough, writer), daemon=True)
             process.start()
             writer.close()
             workers[reader] = Worker(process, seed)
         try:
-            while workers and not self.is_over(self.operations):
+            while workers:
+                if self.is_over(self.operations):
+                    enough.set()  # the batches that are played are played to their end
                 for ready in wait(list(workers), timeout=1):
                     failure = self._hear(ready, workers)
                     if failure is not None:
@@ -312,15 +327,30 @@ def keep(failure: Failure, folder: Path, console: Console, seconds: float) -> Pa
     """Shrink what failed and write it down."""
     until = time.monotonic() + seconds
     case = failure.case
-    found = outcome(case)
-    if not found:
-        # Whoever looks after each operation changes nothing, but for what is worked out on a look.
-        console.print("it does not fail when looked at after each operation; kept as it is")
-    else:
-        case = shrink(case, outcome, lambda: time.monotonic() > until)
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{case.setting.kind}_{case.setting.policy}_{failure.seed}.json"
     case.write(path)
+    found = outcome(case)
+    # A process for each try only where it may die. Otherwise one for all of them: should it hang or
+    # crash, what it had by then is written.
+    one_by_one = found.startswith(DEATHS)
+
+    def fails(candidate: Case) -> str:
+        found = outcome(candidate) if one_by_one else outcome_here(candidate)
+        if found:
+            replace(candidate, found=found).write(path)
+        return found
+
+    def shrink_it() -> None:
+        shrink(case, fails, lambda: time.monotonic() > until)
+
+    if not found:
+        console.print("it passes when everything is compared after each operation: kept as it is")
+    elif one_by_one:
+        shrink_it()
+    else:
+        in_a_child(shrink_it, seconds=int(seconds) + SECONDS)
+    case = Case.read(path)
     console.print(
         f"seed {failure.seed} failed: {failure.case.found}\n"
         f"{len(failure.case.operations)} operations, shrunk to {len(case.operations)}: "

@@ -340,6 +340,8 @@ class PoolPlayer:
         self._do = do
         self._size = scene.setting.size
         self._counts = scene.setting.num_blocks
+        # Short tables leave many extents over that are free in part.
+        self._most = pick(chance, (scene.setting.num_ids, 2 * self._size))
         self._tables: list[list[Ids]] = [[] for _ in self._counts]
         self._values = pick(chance, (4, 50, 10**6))
         take: list[Callable[[int], None]] = [self._admit, self._grow, self._grow]
@@ -367,7 +369,7 @@ class PoolPlayer:
     def _admit(self, p: int) -> None:
         free = self._free_blocks(p)
         if free:
-            taken = self._do(["get", p, some(self._chance, free, self._size)])
+            taken = self._do(["get", p, some(self._chance, min(free, self._most), self._size)])
             if taken:
                 self._tables[p].append(taken)
 
@@ -375,7 +377,11 @@ class PoolPlayer:
         free = self._free_blocks(p)
         table = pick(self._chance, self._tables[p]) if self._tables[p] else None
         if free and table:
-            n = 1 if self._chance.random() < 0.6 else some(self._chance, free, self._size)
+            n = (
+                1
+                if self._chance.random() < 0.6
+                else some(self._chance, min(free, self._most), self._size)
+            )
             table += self._do(["grow", p, table[-1], n]) or []
 
     def _hint(self, p: int) -> None:

@@ -66,7 +66,7 @@ class QueueSetting:
             yield replace(self, orders=self.orders[:1])
         yield replace(self, orders=[list(range(self.num_ids)) for _ in self.orders])
         yield replace(self, orders=[sorted(order) for order in self.orders])
-        for block_id in range(self.num_ids):
+        for block_id in range(min(self.num_ids, 64)):
             orders = [[i for i in order if i != block_id] for order in self.orders]
             if orders != self.orders:
                 yield replace(self, orders=orders)
@@ -403,6 +403,10 @@ class QueuePlayer:
         self._do = do
         self._size = scene.setting.size
         self._ids = scene.setting.num_ids
+        # Where nearly all is cached, what is free has to be found among it.
+        self._caches_all = chance.random() < 0.3
+        # Short tables leave many extents over that are free in part.
+        self._most = pick(chance, (self._ids, self._ids, 2 * self._size))
         self._tables: list[list[Ids]] = [
             [[i] for i in range(self._ids) if i not in free] for free in scene.free
         ]
@@ -432,7 +436,8 @@ class QueuePlayer:
     def _admit(self, q: int) -> None:
         free = len(self._scene.free[q])
         if free:
-            taken = self._do(["popleft_n", q, some(self._chance, free, self._size)])
+            n = some(self._chance, min(free, self._most), self._size)
+            taken = self._do(["popleft_n", q, n])
             self._tables[q].append(taken)
 
     def _pop(self, q: int) -> None:
@@ -447,7 +452,7 @@ class QueuePlayer:
             return
         self._do(["grow_after", q, table[-1]])
         for _ in range(pick(self._chance, (1, 1, 2, 5))):
-            n = some(self._chance, len(self._scene.free[q]), self._size)
+            n = some(self._chance, min(len(self._scene.free[q]), self._most), self._size)
             taken = self._do(["popleft_n", q, n] if self._chance.random() < 0.7 else ["popleft", q])
             if taken:
                 table += taken
@@ -466,6 +471,8 @@ class QueuePlayer:
         table, tables[at] = tables[at], tables[-1]
         tables.pop()
         hashed = pick(self._chance, (0, len(table), below(self._chance, len(table) + 1)))
+        if self._caches_all:
+            hashed = max(0, len(table) - below(self._chance, 3))
         self._free(q, table[hashed:][::-1], table[:hashed][::-1])
 
     def _slide(self, q: int) -> None:

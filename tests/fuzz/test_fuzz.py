@@ -81,8 +81,7 @@ def forget_to_doom(order: Any, extent: int) -> None:
     ("kind", "policy", "broken", "name", "fault", "most"),
     [
         ("queue", "extent", ExtentOrder, "_doom", forget_to_doom, 8),
-        ("queue", "sorted", ExtentOrder, "forget_hashes", lambda order: None, 4),
-        ("queue", "lru", QUEUES.get("vllm"), "append_n", append_backwards, 2),
+        ("queue", "lru", QUEUES.get("vllm"), "append_n", append_backwards, 4),
         ("pool", "lru", QUEUES.get("vllm"), "append_n", append_backwards, 8),
         ("pool", "extent", ExtentOrder, "_complete", lambda order, extent: None, 8),
         ("pool", "sorted", PatientReference, "prepend_n", PatientReference.append_n, 8),
