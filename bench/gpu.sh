@@ -195,9 +195,10 @@ reason=$(why_not vLLM)
 if [[ $reason || $pytest_reason ]]; then
   not_run micro "${reason:-$pytest_reason}"
 else
-  part micro 60 env/bin/python -m pytest -c "$(dirname "$bench")/pyproject.toml" "$bench/micro" \
-    -o python_files='bench_*.py' -p no:cacheprovider -W ignore --benchmark-disable-gc \
-    -k 'repeat0 and not flat and not 1000000' --results="$out/micro.json"
+  part micro 100 env/bin/python -m pytest -c "$(dirname "$bench")/pyproject.toml" \
+    "$bench/micro/bench_queue.py" "$bench/micro/bench_pool.py" -p no:cacheprovider -W ignore \
+    --benchmark-disable-gc --short -k 'repeat0 and not flat and not 1000000' \
+    --results="$out/micro.json"
 fi
 prefill prefill_FLEX_ATTENTION 150 FLEX_ATTENTION --scenes idle \
   --variants vLLM 'native + reset' extent
