@@ -378,7 +378,6 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     console = Console()
-    logging.getLogger("vllm").setLevel(logging.ERROR)
     if not HAS_VLLM:
         raise SystemExit("the fuzzer compares with vLLM, which is not installed: `make env`")
     first = options.first_seed
@@ -406,4 +405,5 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    logging.getLogger("vllm").setLevel(logging.ERROR)  # of this process alone: tests call main()
     sys.exit(main())
