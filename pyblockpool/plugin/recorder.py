@@ -260,7 +260,7 @@ def before_freeing(original: Method) -> Method:
     @functools.wraps(original)
     def free(manager: Any, request: Any) -> Any:
         # Not section_of(): this and the next run once a request, and a call is much of their time.
-        section = getattr(manager, "_pyblockpool_section", None)
+        section = getattr(manager, _SECTION, None)
         if section is not None:
             section.freed(manager, request)
         return original(manager, request)
@@ -274,7 +274,7 @@ def after_lookup(original: Method) -> Method:
     @functools.wraps(original)
     def get_computed_blocks(manager: Any, request: Any) -> Any:
         found = original(manager, request)
-        section = getattr(manager, "_pyblockpool_section", None)
+        section = getattr(manager, _SECTION, None)
         if section is not None:
             section.looked_up(manager, request, found)
         return found
@@ -288,7 +288,7 @@ def after_step(original: Method) -> Method:
     @functools.wraps(original)
     def update_from_output(scheduler: Any, scheduler_output: Any, model_runner_output: Any) -> Any:
         manager = getattr(scheduler, "kv_cache_manager", None)
-        section = getattr(manager, "_pyblockpool_section", None)
+        section = getattr(manager, _SECTION, None)
         if section is None:
             return original(scheduler, scheduler_output, model_runner_output)
         now = section.in_step = monotonic()
