@@ -42,6 +42,7 @@ from cases import (
     Case,
     in_a_child,
     limit_memory,
+    limit_time,
     outcome,
     outcome_here,
     shrink,
@@ -63,7 +64,8 @@ BATCHES = {
 }
 TURNS = [*BATCHES, ("queue", "extent"), ("pool", "extent")]
 SHRINK_SECONDS = 60
-# A batch that takes longer hangs. That may be played once more, with each operation written down.
+# A batch that takes more processor time hangs. That may be played once more, with each operation
+# written down.
 BATCH_SECONDS = 120
 CRASH_SECONDS = 2 * BATCH_SECONDS
 
@@ -198,6 +200,7 @@ def work(seeds: Iterator[int], enough: Any, pipe: Connection) -> None:
         if enough.is_set():
             return
         pipe.send(("begin", each, 0.0))
+        limit_time(BATCH_SECONDS)
         started = time.perf_counter()
         result = play_batch(each)
         pipe.send(("end", result, time.perf_counter() - started))
@@ -209,7 +212,6 @@ class Worker:
 
     process: Any
     seed: int
-    since: float = field(default_factory=time.monotonic)
 
 
 @dataclass
@@ -252,9 +254,6 @@ class Campaign:
                     failure = self._hear(ready, workers)
                     if failure is not None:
                         return failure
-                for worker in workers.values():
-                    if time.monotonic() - worker.since > BATCH_SECONDS:
-                        worker.process.kill()  # and is heard of
             return None
         finally:
             for worker in workers.values():
@@ -269,7 +268,7 @@ class Campaign:
             del workers[reader]
             return self._ask_why(worker)
         if what == "begin":
-            worker.seed, worker.since = told, time.monotonic()
+            worker.seed = told
         elif isinstance(told, Failure):
             return told
         else:

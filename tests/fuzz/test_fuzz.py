@@ -127,9 +127,28 @@ def test_a_crash_is_found_and_shrunk(
     assert [operation[0] for operation in case.operations] == ["forget_hashes"]
 
 
+def never_end(*_: Any) -> None:
+    while True:
+        pass
+
+
 def test_what_hangs_fails() -> None:
-    assert in_a_child(lambda: time.sleep(60), seconds=1) == "does not end in 1 s"
+    assert in_a_child(never_end, seconds=1) == "does not end in 1 s"
     assert in_a_child(lambda: None) == ""
+
+
+def test_a_batch_that_hangs_is_found(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PatientReference, "forget_hashes", never_end)
+    monkeypatch.setattr(campaign, "BATCH_SECONDS", 2)
+    monkeypatch.setattr(campaign, "CRASH_SECONDS", 4)
+    failure = one_worker(console, "queue", "extent").run()
+    assert failure is not None
+    assert failure.case.found == "does not end in 4 s"
+    assert failure.case.operations[-1][0] == "forget_hashes"
+
+
+def test_waiting_for_the_processor_is_no_hang() -> None:
+    assert in_a_child(lambda: time.sleep(2), seconds=1) == ""
 
 
 def test_the_command(
