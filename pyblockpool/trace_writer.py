@@ -44,6 +44,9 @@ MAX_BYTES = 256 << 20
 # comes when they are more is lost.
 MAX_WAITING = 1 << 22
 _RECORD = 64
+# With more than these waiting, the thread is behind: a disk hangs. Its requests hold their tokens,
+# twice 8 bytes and an int for each; with 16 of them in a block about 100 MB.
+MANY_WAITING = 1 << 17
 # Seconds between two looks into the buffer: what a crash loses.
 INTERVAL = 1.0
 # Python runs one thread at a time: this one works for so many blocks (about 0.2 ms), and then
@@ -55,6 +58,13 @@ _PAUSE = 0.0005
 _PATIENCE = 2.0
 # An end line is shorter, in bytes.
 _END_LINE = 256
+
+
+class Request(Protocol):
+    """Any request. These never change, so that they may be read later."""
+
+    request_id: str
+    num_prompt_tokens: int
 
 
 class Block(Protocol):
@@ -114,15 +124,18 @@ class TraceWriter:
             raise
         _open_writers.add(self)
 
+    @property
+    def is_behind(self) -> bool:
+        """Whether so much is waiting that no more requests should be kept."""
+        return self._came_in - self._left > MANY_WAITING
+
     def put_table(
         self,
         at: float,
-        request: str,
+        request: Request,
         outcome: str,
-        prompt: int,
         tokens: int,
-        hit: int,
-        prefill: float | None,
+        prefilled: tuple[int, float | None],
         blocks: int,
         tables: Sequence[Any],
     ) -> bool:
@@ -133,12 +146,11 @@ class TraceWriter:
 
         Args:
             at: moment, on the clock of `time.monotonic()`.
-            request: its id.
+            request: read later, and let go of then.
             outcome: why it does.
-            prompt: tokens of its prompt.
             tokens: tokens that were computed, or found in the prefix cache.
-            hit: those that were found.
-            prefill: seconds from being scheduled to the first token, None if there was none.
+            prefilled: those that were found; seconds from being scheduled to the first token, None
+                if there was none.
             blocks: of all groups.
             tables: for each KV-cache group four items: its number, how many blocks it has, the
                 first of them (or None), and all of them in the order of the tokens. That list is
@@ -154,7 +166,7 @@ class TraceWriter:
         else:
             self._came_in += _RECORD + blocks
             self._waiting.extend(
-                (at, request, outcome, prompt, tokens, hit, prefill, blocks, len(tables), *tables)
+                (at, request, outcome, tokens, prefilled, blocks, len(tables), *tables)
             )
         return True
 
@@ -243,9 +255,11 @@ class TraceWriter:
         request = field()
         if request is None:
             return 0, 0, _line({"t": round(t, 6), "reset": field(), "done": field()})
-        outcome, prompt, tokens, hit, prefill, blocks, size = (field() for _ in range(7))
+        outcome, tokens, (hit, prefill), blocks, size = (field() for _ in range(5))
         tables = [field() for _ in range(size)]
-        return 1, blocks, _lines(t, request, outcome, prompt, tokens, hit, prefill, tables)
+        if not blocks:
+            hit = 0  # found, but never taken
+        return 1, blocks, _lines(t, request, outcome, tokens, hit, prefill, tables)
 
     def _write(self, lines: list[str], requests: int) -> None:
         try:
@@ -321,9 +335,8 @@ def _open(path: str) -> int:
 
 def _lines(
     t: float,
-    request: str,
+    request: Request,
     outcome: str,
-    prompt: int,
     tokens: int,
     hit: int,
     prefill: float | None,
@@ -333,11 +346,12 @@ def _lines(
     first_token = "null" if prefill is None else f"{prefill:.6f}"
     # By hand: a third of the time that the json module takes.
     before = (
-        f'{{"t": {t:.6f}, "request": {_quoted(request)}, "outcome": {_quoted(outcome)}, "group": '
+        f'{{"t": {t:.6f}, "request": {_quoted(request.request_id)}, "outcome": {_quoted(outcome)}, '
+        '"group": '
     )
     between = (
-        f', "prompt": {prompt}, "tokens": {tokens}, "hit": {hit}, "prefill": {first_token}, '
-        '"blocks": '
+        f', "prompt": {request.num_prompt_tokens}, "tokens": {tokens}, "hit": {hit}, '
+        f'"prefill": {first_token}, "blocks": '
     )
     lines = []
     for at in range(0, len(tables), 4):

@@ -44,6 +44,11 @@ def table_arguments(*tables: Sequence[int]) -> dict[str, Any]:
     return {"blocks": sum(map(len, tables)), "tables": flat}
 
 
+def ended(request_id: str = "cmpl-1", prompt: int = 100) -> Any:
+    """A request, as `TraceWriter.put_table()` takes it; prompt in tokens."""
+    return SimpleNamespace(request_id=request_id, num_prompt_tokens=prompt)
+
+
 def runs_of(table: Sequence[int]) -> list[list[int]]:
     """``[[first, count], ...]``; null blocks are runs of their own."""
     runs: list[list[int]] = []

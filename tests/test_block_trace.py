@@ -11,7 +11,18 @@ from typing import Any
 
 import numpy as np
 import pytest
-from block_traces import FULL, WINDOW, end, header, request, reset, table_arguments, text, write
+from block_traces import (
+    FULL,
+    WINDOW,
+    end,
+    ended,
+    header,
+    request,
+    reset,
+    table_arguments,
+    text,
+    write,
+)
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -105,9 +116,9 @@ def test_what_the_recorder_writes_is_read(tmp_path: Path) -> None:
         about = facts | {"pid": pid, "groups": [WINDOW, FULL]}
         writer = TraceWriter(str(tmp_path / "trace"), about, pytest.fail)
         at, more = time.monotonic(), table_arguments(*tables)
-        writer.put_table(at, "a", "preempted", 70, 80, 16, None, **more)
+        writer.put_table(at, ended("a", 70), "preempted", 80, (16, None), **more)
         writer.put_reset(at, "order", True)
-        writer.put_table(at, "a", "stop", 70, 90, 16, 0.25, **more)
+        writer.put_table(at, ended("a", 70), "stop", 90, (16, 0.25), **more)
         writer.close()
     for pid, section in enumerate(read_sections(tmp_path / "trace"), 1):
         assert (section.header.pid, section.requests, section.preemptions) == (pid, 1, 1)

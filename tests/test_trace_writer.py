@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from block_traces import table_arguments
+from block_traces import ended, table_arguments
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -55,12 +55,11 @@ def table(request: str = "cmpl-1", *tables: Sequence[int], **more: Any) -> dict[
     facts: dict[str, Any] = {
         "at": time.monotonic(),
         "outcome": "stop",
-        "prompt": 100,
         "tokens": 120,
-        "hit": 32,
-        "prefill": 0.25,
+        "prefilled": (32, 0.25),
+        "request": ended(request),
     }
-    return facts | table_arguments(*tables or ([1, 2, 3],)) | {"request": request} | more
+    return facts | table_arguments(*tables or ([1, 2, 3],)) | more
 
 
 def lines_of(path: Path) -> list[dict[str, Any]]:
@@ -80,7 +79,7 @@ def test_a_section(path: Path, warned: Warned) -> None:
     before = time.monotonic()
     writer = TraceWriter(str(path), HEADER, warned.append)
     writer.put_table(**table("cmpl-1", [5, 6, 7, 3, 4, 9], [8, 2], tokens=150))
-    writer.put_table(**table("cmpl-2", [], outcome="abort", prefill=None, hit=0))
+    writer.put_table(**table("cmpl-2", [], outcome="abort", prefilled=(32, None)))
     writer.put_reset(time.monotonic(), "prefix_cache", False)
     writer.put_reset(time.monotonic(), "order", True)
     writer.close()
@@ -124,7 +123,7 @@ def test_runs(path: Path, warned: Warned, ids: list[int], runs: list[list[int]])
 @given(st.lists(st.integers(0, 12), max_size=40))
 def test_runs_spell_the_table(ids: list[int]) -> None:
     tables = table_arguments(ids)["tables"]
-    (line,) = trace_writer._lines(0.0, "cmpl-1", "stop", 9, 9, 0, None, tables).splitlines()
+    (line,) = trace_writer._lines(0.0, ended(), "stop", 9, 0, None, tables).splitlines()
     runs = json.loads(line)["runs"]
     spelled = [first + (n if first else 0) for first, count in runs for n in range(count)]
     assert spelled == ids
@@ -188,7 +187,8 @@ trace_writer.INTERVAL = 0.001
 writer = TraceWriter(sys.argv[1], {}, print)
 blocks = [SimpleNamespace(block_id=n) for n in (1, 2)]
 table = [0, len(blocks), blocks[0], blocks]
-writer.put_table(time.monotonic(), "other", "stop", 9, 9, 0, None, len(blocks), table)
+other = SimpleNamespace(request_id="other", num_prompt_tokens=9)
+writer.put_table(time.monotonic(), other, "stop", 9, (0, None), len(blocks), table)
 sys.stdout.write("open\\n")
 sys.stdout.flush()
 time.sleep(600)
@@ -323,7 +323,8 @@ def put(name, count=1):
     for _ in range(count):
         blocks = [SimpleNamespace(block_id=n) for n in range(1, 200, 2)]
         table = [0, len(blocks), blocks[0], blocks]
-        writer.put_table(time.monotonic(), name, "stop", 9, 9, 0, None, len(blocks), table)
+        request = SimpleNamespace(request_id=name, num_prompt_tokens=9)
+        writer.put_table(time.monotonic(), request, "stop", 9, (0, None), len(blocks), table)
 
 def wait_until(condition):
     end = time.monotonic() + 20
@@ -451,13 +452,29 @@ def test_what_waits_in_memory(
     writer = TraceWriter(str(path), HEADER, warned.append)
     for number in range(1000):
         writer.put_table(**table(f"cmpl-{number}", range(1, 101)))
-    fields = 13
+    fields = 11
     assert len(writer._waiting) == 61 * fields, "64 and 100 for each, until it is more than 10,000"
     writer.close()
     *_, end = lines = lines_of(path)
     assert (len(lines), end["requests"], end["lost"]) == (63, 61, 939)
     (sentence,) = warned
     assert "faster than they are written" in sentence
+
+
+def test_is_behind(
+    path: Path, warned: Warned, at_leisure: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """64 and 100 for each, until it is more than 500."""
+    monkeypatch.setattr(trace_writer, "MANY_WAITING", 500)
+    writer = TraceWriter(str(path), HEADER, warned.append)
+    behind = []
+    for number in range(5):
+        behind.append(writer.is_behind)
+        writer.put_table(**table(f"cmpl-{number}", range(1, 101)))
+    writer.close()
+    assert behind == [False, False, False, False, True]
+    assert not writer.is_behind
+    assert lines_of(path)[-1]["requests"] == 5
 
 
 def test_a_disk_that_hangs(

@@ -3,8 +3,8 @@
 It listens where a KVCacheManager frees the blocks of a request (at its end, at an abort, at a
 preemption) and where it is reset; for the time that a prefill takes, where it searches the prefix
 cache for a request, and once at the end of each step. Nothing is hooked into what happens for each
-running request in each step. The hooks keep references to blocks; `trace_writer.py` makes text of
-them, in a thread of its own.
+running request in each step. The hooks keep references to ended requests and their blocks;
+`trace_writer.py` makes text of them in a thread of its own, and lets go of them there.
 
 Whatever goes wrong here ends the recording with a warning, and leaves the engine alone.
 """
@@ -51,15 +51,15 @@ class Section:
         waiting: requests that have no token since the prefix cache was searched for them: when
             they were scheduled; tokens that they had by then (some, after a preemption); tokens
             found.
-        prefilled: ids of requests that have blocks and a token: tokens found, seconds of prefill.
-            Not in the requests themselves: each further attribute would make Python copy all.
+        prefilled: requests that have blocks and a token: tokens found, seconds of prefill. Not in
+            the requests themselves: each further attribute would make Python copy all.
         in_step: while the output of a step is being dealt with, when that began.
     """
 
     def __init__(self, manager: Any, writer: TraceWriter, sees_steps: bool) -> None:
         self.writer = writer
         self.waiting: dict[Any, tuple[float, int, int]] = {}
-        self.prefilled: dict[str, tuple[int, float]] = {}
+        self.prefilled: dict[Any, tuple[int, float | None]] = {}
         self.in_step: float | None = None
         self._sees_steps = sees_steps
         status = import_module(surface.REQUEST).RequestStatus
@@ -86,7 +86,7 @@ class Section:
             waiting, self.waiting = self.waiting, {}
             for request, (since, tokens, hit) in waiting.items():
                 if request.num_output_tokens > tokens:
-                    self.prefilled[request.request_id] = hit, now - since
+                    self.prefilled[request] = hit, now - since
                 elif request.status == self._running:
                     self.waiting[request] = since, tokens, hit
                 elif request.status == self._loading:  # and will be scheduled without a search
@@ -111,23 +111,16 @@ class Section:
                     count = len(table)
                     tables += group, count, table[0] if count else None, table
                     blocks += count
-            prefill: float | None
-            if prefilled := self.prefilled.pop(request_id, None):
-                hit, prefill = prefilled
-            elif waiting := self.waiting.pop(request, None):
-                since, tokens, hit = waiting
-                has_token = self.in_step is not None and request.num_output_tokens > tokens
-                prefill = now - since if has_token else None
-            else:
-                hit, prefill = getattr(request, _HIT, 0), None
+            prefilled = self.prefilled.pop(request, None)
+            if prefilled is None:
+                prefilled = self._without_prefill(request, now)
+            outcome = self._outcomes[request.status]
             is_on = self.writer.put_table(
                 now,
-                request_id,
-                self._outcomes[request.status],
-                request.num_prompt_tokens,
+                request if self._may_be_kept(request, outcome) else Slip(request),
+                outcome,
                 request.num_computed_tokens,
-                hit if blocks else 0,  # found, but never taken
-                prefill,
+                prefilled,
                 blocks,
                 tables,
             )
@@ -135,6 +128,24 @@ class Section:
                 self._leave(manager)
         except Exception as error:
             self._give_up(manager, error)
+
+    def _may_be_kept(self, request: Any, outcome: str) -> bool:
+        """Whether the thread may have the request itself, and let go of it."""
+        return not (
+            outcome == PREEMPTED  # it goes on
+            or request.mm_features  # pictures, and the like
+            or request.prompt_embeds is not None
+            or self.writer.is_behind
+        )
+
+    def _without_prefill(self, request: Any, now: float) -> tuple[int, float | None]:
+        """Of a request that had no token by the last step: tokens found, seconds of prefill."""
+        waiting = self.waiting.pop(request, None)
+        if waiting is None:
+            return getattr(request, _HIT, 0), None
+        since, tokens, hit = waiting
+        has_token = self.in_step is not None and request.num_output_tokens > tokens
+        return hit, now - since if has_token else None
 
     def was_reset(self, manager: Any, what: str, done: bool) -> None:
         try:
@@ -154,6 +165,16 @@ class Section:
         self.prefilled.clear()
         with suppress(Exception):
             setattr(manager, _SECTION, None)
+
+
+class Slip:
+    """What a record tells of a request, in place of one that must not be kept."""
+
+    __slots__ = ("num_prompt_tokens", "request_id")
+
+    def __init__(self, request: Any) -> None:
+        self.request_id = request.request_id
+        self.num_prompt_tokens = request.num_prompt_tokens
 
 
 def _outcome(statuses: Any, status: Any) -> str:

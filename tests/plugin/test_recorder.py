@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -832,6 +833,77 @@ def test_memory_and_file_over_many_requests(
     assert end["end"] == "size limit"
     assert 2560 < end["requests"] < 3840
     assert len(warnings()) == 1
+
+
+def do_nothing(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def give_a_picture(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+
+    place = PlaceholderRange(offset=1, length=2)
+    request.mm_features = [MultiModalFeatureSpec(None, "image", "picture", place)]
+
+
+def give_embeddings(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    request.prompt_embeds = object()
+
+
+def let_the_disk_hang(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trace_writer, "MANY_WAITING", -1)
+
+
+@pytest.mark.parametrize(
+    ("change", "kept"),
+    [
+        (do_nothing, True),
+        (give_a_picture, False),
+        (give_embeddings, False),
+        (let_the_disk_hang, False),
+    ],
+)
+def test_what_is_kept_of_a_request(
+    model: Path,
+    trace: Path,
+    switch_on: Callable[..., None],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[..., None],
+    kept: bool,
+) -> None:
+    """Ended requests wait for the thread themselves, but for those that hold much memory."""
+    monkeypatch.setattr(trace_writer, "INTERVAL", 3600.0)
+    switch_on()
+    subject = make_scheduler(model, num_blocks=48)
+    request = make_request("cmpl-1", tokens(1, 40), 9)
+    alive = weakref.ref(request)
+    subject.add_request(request)
+    step(subject)
+    change(request, monkeypatch)
+    finish(subject, "cmpl-1")
+    del request
+    gc.collect()
+    assert (alive() is not None) == kept
+    close(subject)
+    assert alive() is None
+    (line,) = requests_of(trace)
+    assert (line["request"], line["prompt"], line["tokens"]) == ("cmpl-1", 40, 40)
+
+
+def test_a_preempted_request_is_not_kept(
+    model: Path, trace: Path, switch_on: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes, and its record must not."""
+    monkeypatch.setattr(trace_writer, "INTERVAL", 3600.0)
+    switch_on()
+    subject = make_scheduler(model, num_blocks=48)
+    subject.add_request(make_request("cmpl-1", tokens(1, 40), 9))
+    step(subject)
+    assert subject.reset_prefix_cache(reset_running_requests=True)
+    subject.requests["cmpl-1"].num_prompt_tokens = 1
+    close(subject)
+    line = requests_of(trace)[0]
+    assert (line["outcome"], line["prompt"], line["tokens"]) == ("preempted", 40, 40)
 
 
 # On and off.
