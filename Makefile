@@ -58,6 +58,7 @@ sanitize: install
 	  --config-settings=build-dir=build/sanitize-objects --config-settings=cmake.build-type=Debug \
 	  --config-settings=install.strip=false \
 	  --config-settings=cmake.define.PYBLOCKPOOL_SANITIZE=ON \
+	  --config-settings=cmake.define.PYBLOCKPOOL_FAILING_NEW=ON \
 	  --config-settings=cmake.define.PYBLOCKPOOL_INTERNAL_CHECKS=ON
 	PYTHONPATH=build/sanitize PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \

@@ -5,8 +5,8 @@
 #include <pybind11/numpy.h>
 #include <pybind11/pybind11.h>
 
+#include <new>
 #include <optional>
-#include <tuple>
 
 namespace py = pybind11;
 
@@ -40,42 +40,61 @@ class Meanwhile {
   std::optional<py::gil_scoped_release> released_;
 };
 
-using RunTuple = std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>;
-using TableTuple =
-    decltype(std::tuple_cat(RunTuple(), std::tuple<std::int64_t, std::int64_t, std::int64_t>()));
+// As Py_BuildValue takes it.
+constexpr long long number(std::int64_t figure) { return figure; }
 
-RunTuple numbers_of(const RunFigures& figures) {
-  return {figures.blocks, figures.neighbours, figures.runs, figures.runs_either,
-          figures.longest_run};
+// What is not there for lack of memory. The casters of pybind11 would call that a TypeError.
+py::tuple checked(PyObject* tuple) {
+  if (tuple == nullptr) {
+    PyErr_Clear();
+    throw std::bad_alloc();
+  }
+  return py::reinterpret_steal<py::tuple>(tuple);
 }
 
-TableTuple numbers_of(const TableFigures& figures) {
-  return std::tuple_cat(
-      numbers_of(figures.runs),
-      std::make_tuple(figures.tiles, figures.packed_tiles, std::int64_t{figures.highest}));
+py::tuple numbers_of(const RunFigures& runs) {
+  return checked(Py_BuildValue("(LLLLL)", number(runs.blocks), number(runs.neighbours),
+                               number(runs.runs), number(runs.runs_either),
+                               number(runs.longest_run)));
 }
 
-TableTuple table_figures(const Ids& ids, BlockId tile) {
-  const IdSpan span = span_of(ids);
-  const Meanwhile meanwhile(span.size);
+py::tuple numbers_of(const TableFigures& figures) {
+  const RunFigures& runs = figures.runs;
+  return checked(Py_BuildValue("(LLLLLLLL)", number(runs.blocks), number(runs.neighbours),
+                               number(runs.runs), number(runs.runs_either),
+                               number(runs.longest_run), number(figures.tiles),
+                               number(figures.packed_tiles), number(figures.highest)));
+}
+
+TableFigures figures_of_table(const IdSpan& ids, BlockId tile) {
+  const Meanwhile meanwhile(ids.size);
   std::vector<BlockId> scratch;
-  return numbers_of(pyblockpool::table_figures(span, tile, scratch));
+  return pyblockpool::table_figures(ids, tile, scratch);
 }
 
-TableTuple trace_figures(const Ids& ids, const Lengths& lengths, BlockId tile) {
-  const IdSpan span = span_of(ids);
+py::tuple table_figures(const Ids& ids, BlockId tile) {
+  return numbers_of(figures_of_table(span_of(ids), tile));
+}
+
+TableFigures figures_of_trace(const IdSpan& ids, const Lengths& lengths, BlockId tile) {
   if (lengths.ndim() != 1) throw std::invalid_argument("lengths come in one dimension");
   const std::int64_t* first = lengths.data();
   const auto tables = static_cast<std::size_t>(lengths.size());
-  const Meanwhile meanwhile(span.size);
-  return numbers_of(pyblockpool::trace_figures(span, first, tables, tile));
+  const Meanwhile meanwhile(ids.size);
+  return pyblockpool::trace_figures(ids, first, tables, tile);
 }
 
-RunTuple copy_figures(const Ids& source, const Ids& destination) {
-  const IdSpan from = span_of(source);
-  const IdSpan to = span_of(destination);
+py::tuple trace_figures(const Ids& ids, const Lengths& lengths, BlockId tile) {
+  return numbers_of(figures_of_trace(span_of(ids), lengths, tile));
+}
+
+RunFigures figures_of_copy(const IdSpan& from, const IdSpan& to) {
   const Meanwhile meanwhile(from.size);
-  return numbers_of(pyblockpool::copy_figures(from, to));
+  return pyblockpool::copy_figures(from, to);
+}
+
+py::tuple copy_figures(const Ids& source, const Ids& destination) {
+  return numbers_of(figures_of_copy(span_of(source), span_of(destination)));
 }
 
 }  // namespace

@@ -2,6 +2,7 @@
 // policy `lru`. Knows neither Python nor vLLM.
 #pragma once
 
+#include <algorithm>
 #include <cassert>
 #include <cstddef>
 #include <cstdint>
@@ -58,12 +59,27 @@ struct Chain {
 // end, has index 0.
 class FreeList {
  public:
-  // Makes room for the ids 0 ... capacity-1. Ids that are new are unlinked. Throws std::bad_alloc;
-  // what has grown by then does no harm.
+  FreeList() { grow(0); }
+
+  // A list for whoever cannot handle a constructor that throws: it has no room, not even for its
+  // end, so that grow() has to come before anything else.
+  struct Bare {};
+  explicit FreeList(Bare) noexcept {}
+
+  // Makes room for the ids 0 ... capacity-1. Ids that are new are unlinked. Throws std::bad_alloc
+  // with nothing changed; never after reserve(capacity).
   void grow(std::size_t capacity) {
+    reserve(capacity);
+    if (links_.empty()) links_.push_back(Links{kEnd, kEnd, nullptr});
     if (capacity + 1 <= links_.size()) return;
     if (looks_ahead()) ahead_.resize(capacity + 1, kEnd);
     links_.resize(capacity + 1, Links{kUnlinked, kUnlinked, nullptr});
+  }
+
+  // Throws std::bad_alloc with nothing changed.
+  void reserve(std::size_t capacity) {
+    reserve_in(links_, capacity + 1);
+    if (looks_ahead()) reserve_in(ahead_, capacity + 1);
   }
 
   // From here on the list notes which ids are coming, for those who pop many of them: four bytes an
@@ -321,12 +337,18 @@ class FreeList {
 
   bool looks_ahead() const { return !ahead_.empty(); }
 
+  // At least twice what there was, so that ids may come one by one.
+  template <class T>
+  static void reserve_in(std::vector<T>& items, std::size_t count) {
+    if (count > items.capacity()) items.reserve(std::max(count, 2 * items.capacity()));
+  }
+
   void join(BlockId before, BlockId after) {
     at(before).next = after;
     at(after).prev = before;
   }
 
-  std::vector<Links> links_ = {Links{kEnd, kEnd, nullptr}};
+  std::vector<Links> links_;
   std::size_t size_ = 0;
   // If somebody looks ahead: by id, the one that was chained kAhead later. A walk along the links
   // waits for memory at each step, unless it knows what is coming. Only a hint, of no consequence

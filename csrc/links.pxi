@@ -2,9 +2,10 @@
 # Part of queue.pyx.
 
 cdef object _MISSING = object()
-# What a metaclass says of its classes may be anything: slots are read by offset, so the true bases
-# count.
+# What a metaclass says of its classes may be anything, and saying it may run code: slots are read by
+# offset, so the true bases count.
 cdef object _true_bases = type.__dict__["__mro__"].__get__
+cdef object _true_vars = type.__dict__["__dict__"].__get__
 
 
 @cython.final
@@ -13,9 +14,12 @@ cdef class BlockLayout:
     """Where the blocks of one class keep `block_id` and their links.
 
     Blocks of vLLM 0.18 and later have slots, at fixed offsets; older ones keep all three in
-    `__dict__`, in which case the offsets are -1.
+    `__dict__`, in which case the offsets are -1. Reading and writing them runs no code of anybody
+    else, but for two: the first look at a `__dict__` makes it, which may start the garbage
+    collector; and what is overwritten may have a destructor.
     """
     cdef object cls
+    cdef object attributes  # of the class itself, live
     cdef Py_ssize_t id_offset
     cdef Py_ssize_t prev_offset
     cdef Py_ssize_t next_offset
@@ -23,55 +27,59 @@ cdef class BlockLayout:
     cdef object original_next
     # Native queues alive that have blocks of this class.
     cdef Py_ssize_t queues
+    # Whether the class has our descriptors.
+    cdef bint served
 
-    cdef PyObject* stored(self, PyObject* block, Py_ssize_t offset, str name) except? NULL:
-        """What a block holds at a slot or under a name, borrowed; NULL if nothing."""
-        cdef PyObject* attributes
+    cdef object stored(self, PyObject* block, Py_ssize_t offset, str name):
+        """What a block holds at a slot or under a name; _MISSING if nothing. TypeError where
+        something is no name of an attribute."""
+        cdef PyObject* held
         if offset >= 0:
-            return (<PyObject**> (<char*> block + offset))[0]
-        attributes = PyObject_GenericGetDict(block, NULL)
-        # The block keeps its dict alive, and the dict its values.
-        Py_XDECREF(attributes)
-        return PyDict_GetItemWithError(attributes, <PyObject*> name)
+            held = (<PyObject**> (<char*> block + offset))[0]
+        else:
+            attributes = plain_attributes(block)
+            held = PyDict_GetItemWithError(attributes, name)
+        return _MISSING if held == NULL else <object> held
 
-    cdef PyObject* raw(self, PyObject* block, bint is_next) except? NULL:
-        """The stored link, borrowed; NULL where nothing was stored yet."""
-        if is_next:
-            return self.stored(block, self.next_offset, "next_free_block")
-        return self.stored(block, self.prev_offset, "prev_free_block")
+    cdef object raw(self, PyObject* block, bint is_next):
+        """The stored link; None where nothing was stored yet in a `__dict__`, _MISSING in a slot."""
+        if self.prev_offset < 0:
+            held = self.stored(block, -1, "next_free_block" if is_next else "prev_free_block")
+            return None if held is _MISSING else held
+        return self.stored(block, self.next_offset if is_next else self.prev_offset, "")
 
     cdef int set_raw(self, PyObject* block, bint is_next, object value) except -1:
+        """Cannot fail where something is stored."""
         cdef Py_ssize_t offset = self.next_offset if is_next else self.prev_offset
         cdef PyObject* old
-        cdef PyObject* attributes
         if offset >= 0:
             old = (<PyObject**> (<char*> block + offset))[0]
             Py_INCREF(<PyObject*> value)
             (<PyObject**> (<char*> block + offset))[0] = <PyObject*> value
             Py_XDECREF(old)
-            return 0
-        attributes = PyObject_GenericGetDict(block, NULL)
-        Py_XDECREF(attributes)
-        return PyDict_SetItem(
-            attributes, <PyObject*> ("next_free_block" if is_next else "prev_free_block"),
-            <PyObject*> value)
+        else:
+            (<dict> plain_attributes(block))[
+                "next_free_block" if is_next else "prev_free_block"] = value
+        return 0
+
+    cdef int put_original_back(self, str name, object original) except -1:
+        """Allocates nothing where the class has an attribute of its own."""
+        if type(self.attributes.get(name)) is LinkDescriptor:
+            if original is _MISSING:
+                delattr(self.cls, name)
+            else:
+                setattr(self.cls, name, original)
+        return 0
 
     cdef int put_originals_back(self) except -1:
-        for name, original in (("prev_free_block", self.original_prev),
-                               ("next_free_block", self.original_next)):
-            if type(vars(self.cls).get(name)) is LinkDescriptor:
-                if original is _MISSING:
-                    delattr(self.cls, name)
-                else:
-                    setattr(self.cls, name, original)
+        self.put_original_back("prev_free_block", self.original_prev)
+        self.put_original_back("next_free_block", self.original_next)
         return 0
 
     cdef FreeBlockQueue owner(self, PyObject* block):
         """The native queue that admitted the block last, or None."""
-        cdef PyObject* held = self.raw(block, False)
-        if held != NULL and isinstance(<object> held, FreeBlockQueue):
-            return <FreeBlockQueue> held
-        return None
+        held = self.raw(block, False)
+        return <FreeBlockQueue> held if isinstance(held, FreeBlockQueue) else None
 
 
 # Layouts by the address of the class that defines the links, which they keep alive. Not by the
@@ -101,12 +109,10 @@ cdef class LinkDescriptor:
         cdef FreeBlockQueue queue = self.layout.owner(<PyObject*> block)
         if queue is not None:
             return queue._neighbour(block, self.is_next)
-        cdef PyObject* held = self.layout.raw(<PyObject*> block, self.is_next)
-        if held != NULL:
-            return <object> held
-        if self.layout.prev_offset >= 0:
+        held = self.layout.raw(<PyObject*> block, self.is_next)
+        if held is _MISSING:
             raise AttributeError("next_free_block" if self.is_next else "prev_free_block")
-        return None
+        return held
 
     def __set__(self, block, value):
         self._refuse_stranger(block)
@@ -135,13 +141,14 @@ cdef BlockLayout _new_layout(block_class):
     """How a class of blocks keeps its links, None if in no way that a queue could serve."""
     home = block_class
     for base in _true_bases(block_class):
-        if "prev_free_block" in vars(base):
+        if "prev_free_block" in _true_vars(base):
             home = base
             break
     cdef BlockLayout layout = BlockLayout.__new__(BlockLayout)
     layout.cls = home
-    layout.original_prev = vars(home).get("prev_free_block", _MISSING)
-    layout.original_next = vars(home).get("next_free_block", _MISSING)
+    layout.attributes = _true_vars(home)
+    layout.original_prev = layout.attributes.get("prev_free_block", _MISSING)
+    layout.original_next = layout.attributes.get("next_free_block", _MISSING)
     layout.id_offset = slot_offset(getattr(home, "block_id", None), home)
     layout.prev_offset = slot_offset(layout.original_prev, home)
     layout.next_offset = slot_offset(layout.original_next, home)
@@ -173,24 +180,39 @@ def serve_links(block_class) -> None:
         TypeError: the class has no such links, they are properties of somebody else, or it cannot
             be changed.
     """
-    if not can_serve_links(block_class):
+    _served(block_class)
+
+
+cdef BlockLayout _served(block_class):
+    """The layout of a class, whose links are served from now on; else what serve_links() raises."""
+    cdef BlockLayout layout = _layout_of(block_class)
+    if layout is not None:
+        return layout
+    if isinstance(block_class, type):
+        layout = _new_layout(block_class)
+    if layout is None:
         raise TypeError(f"{block_class!r} has no links that a queue could serve: it needs "
                         "prev_free_block and next_free_block as slots, or as plain attributes "
                         "that default to None")
-    if _layout_of(block_class) is not None:
-        return
-    cdef BlockLayout layout = _new_layout(block_class)
-    cdef LinkDescriptor served
+    # What it takes to undo it is there before it is done.
+    prev, next = _descriptor(layout, False), _descriptor(layout, True)
+    address = <size_t> <PyObject*> layout.cls
     try:
-        for name in ("prev_free_block", "next_free_block"):
-            served = LinkDescriptor.__new__(LinkDescriptor)
-            served.layout = layout
-            served.is_next = name == "next_free_block"
-            setattr(layout.cls, name, served)
+        setattr(layout.cls, "prev_free_block", prev)
+        setattr(layout.cls, "next_free_block", next)
+        _layouts[address] = layout
     except BaseException:
         layout.put_originals_back()
         raise
-    _layouts[<size_t> <PyObject*> layout.cls] = layout
+    layout.served = True
+    return layout
+
+
+cdef LinkDescriptor _descriptor(BlockLayout layout, bint is_next):
+    cdef LinkDescriptor descriptor = LinkDescriptor.__new__(LinkDescriptor)
+    descriptor.layout = layout
+    descriptor.is_next = is_next
+    return descriptor
 
 
 def queues_of(block_class) -> int:
@@ -212,15 +234,17 @@ def withdraw_links(block_class) -> None:
         raise RuntimeError(
             f"{layout.queues} native queues still have blocks of {layout.cls.__qualname__}: "
             "drop them (and their pools) first")
+    address = <size_t> <PyObject*> layout.cls
     layout.put_originals_back()
-    del _layouts[<size_t> <PyObject*> layout.cls]
+    layout.served = False
+    del _layouts[address]
 
 
 cdef BlockLayout _layout_of(block_class):
     if isinstance(block_class, type):
         for base in _true_bases(block_class):
             layout = _layouts.get(<size_t> <PyObject*> base)
-            if layout is not None or "prev_free_block" in vars(base):
+            if layout is not None or "prev_free_block" in _true_vars(base):
                 return layout
     return None
 
@@ -239,6 +263,5 @@ cdef BlockLayout _prepared(block, str verb):
             raise TypeError(
                 f"{verb}(): {type(block).__name__} is not a KV-cache block: it needs block_id, "
                 "prev_free_block and next_free_block, as slots or as plain attributes")
-        serve_links(type(block))
-        layout = _layout_of(type(block))
+        layout = _served(type(block))
     return layout

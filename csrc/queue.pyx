@@ -48,8 +48,8 @@ cdef extern from "free_list.hpp" namespace "pyblockpool" nogil:
         Chain()
         size_t size
     cdef cppclass FreeList:
-        FreeList()
         void grow(size_t capacity) except +
+        void reserve(size_t capacity) except +
         size_t capacity() const
         size_t size() const
         cpp_bool contains(BlockId) const
@@ -66,7 +66,7 @@ cdef extern from "free_list.hpp" namespace "pyblockpool" nogil:
         void splice_back(const Chain&)
         void dissolve(const Chain&)
         void sort_by_id()
-        string check() const
+        string check() except +
 
 
 cdef extern from "extent_list.hpp" namespace "pyblockpool" nogil:
@@ -88,7 +88,7 @@ cdef extern from "extent_list.hpp" namespace "pyblockpool" nogil:
         void forget_hashes()
         BlockId after(BlockId) const
         BlockId before(BlockId) const
-        string check() const
+        string check() except +
 
 
 cdef extern from *:
@@ -120,6 +120,29 @@ cdef extern from *:
       return digits == 1 ? static_cast<long>(number->ob_digit[0]) : digits == 0 ? 0 : -1;
     #endif
     }
+
+    /* The `__dict__` of an object; NULL, with TypeError, where a key is no str: to look something up
+       beside such a key may run code. */
+    static inline PyObject* pyblockpool_plain_attributes(PyObject* object) {
+      PyObject* const attributes = PyObject_GenericGetDict(object, nullptr);
+      if (attributes == nullptr) return nullptr;
+      PyObject* key;
+      for (Py_ssize_t at = 0; PyDict_Next(attributes, &at, &key, nullptr);) {
+        if (PyUnicode_CheckExact(key)) continue;
+        PyErr_Format(PyExc_TypeError,
+                     "a key in the __dict__ of a %.200s is no str but %.200s: take it out",
+                     Py_TYPE(object)->tp_name, Py_TYPE(key)->tp_name);
+        Py_DECREF(attributes);
+        return nullptr;
+      }
+      return attributes;
+    }
+
+    /* A list of ids that is made without allocating anything: what makes a queue does not expect
+       that it fails. */
+    struct pyblockpool_BareList : pyblockpool::FreeList {
+      pyblockpool_BareList() noexcept : FreeList(Bare{}) {}
+    };
 
     static inline void** pyblockpool_list_items(PyObject* list) {
       return reinterpret_cast<void**>(reinterpret_cast<PyListObject*>(list)->ob_item);
@@ -181,7 +204,10 @@ cdef extern from *:
       return true;
     }
     """
+    cdef cppclass BareList "pyblockpool_BareList"(FreeList):
+        BareList()
     void prefetch "PYBLOCKPOOL_PREFETCH"(void*) nogil
+    dict plain_attributes "pyblockpool_plain_attributes"(PyObject*)
     long small_int "pyblockpool_small_int"(PyObject*)
     void pop_into "pyblockpool_pop_into"(FreeList&, PyObject* items, Py_ssize_t count)
     BlockId take_into "pyblockpool_take_into"(ExtentList&, PyObject* items, Py_ssize_t count,
@@ -199,9 +225,7 @@ cdef extern from "Python.h":
     int PyObject_TypeCheck(PyObject*, PyTypeObject*)
     Py_ssize_t PyNumber_AsSsize_t(object, PyObject*) except? -1
     PyObject* PyList_New_raw "PyList_New"(Py_ssize_t) except NULL
-    PyObject* PyObject_GenericGetDict(PyObject*, void*) except NULL
-    PyObject* PyDict_GetItemWithError(PyObject*, PyObject*) except? NULL
-    int PyDict_SetItem(PyObject*, PyObject*, PyObject*) except -1
+    PyObject* PyDict_GetItemWithError(object, object) except? NULL
 
 
 cdef enum:
@@ -316,7 +340,7 @@ cdef class FreeBlockQueue:
     """
     # Under policy `lru` all free ids, in order; under the others the cached ones, longest free
     # first, while the rest is aside (extent_list.hpp). The payloads of all of them.
-    cdef FreeList _list
+    cdef BareList _list
     cdef ExtentList* _extents  # NULL under policy `lru`
     cdef str _policy
     # The id beside which the next blocks are taken, kEnd for none.
@@ -335,6 +359,7 @@ cdef class FreeBlockQueue:
     cdef readonly FreeListEnd fake_free_list_tail
 
     def __cinit__(self, *args, **kwargs):
+        self._list.grow(0)
         self._blocks = []
         self._lead = kEnd
         self._hint = kEnd
@@ -359,10 +384,7 @@ cdef class FreeBlockQueue:
         if policy != "lru":
             self._extents = new ExtentList(self._list, 1 if policy == "sorted" else size, packs)
         self._policy = policy
-        cdef Chain chain
-        self._admit(blocks, &chain, "FreeBlockQueue", take_over=True)
-        self._put_back_unhashed(chain)
-        self._num_free_blocks = <Py_ssize_t> self._size()
+        self._admit(blocks, "FreeBlockQueue", is_cached=False, take_over=True)
 
     def __dealloc__(self):
         del self._extents
@@ -457,9 +479,9 @@ cdef class FreeBlockQueue:
         cdef BlockId id = self._own_id(<PyObject*> block)
         cdef Chain chain
         if id == kEnd or self._list.contains(id):
-            self._admit([block], &chain, "append", take_over=False)
-            self._put_back_cached(chain)
-        elif self._extents != NULL:
+            self._admit([block], "append", is_cached=True, take_over=False)
+            return
+        if self._extents != NULL:
             self._list.extend(chain, id)
             self._extents.add_cached(chain)
         else:
@@ -471,25 +493,18 @@ cdef class FreeBlockQueue:
 
         RuntimeError, with nothing changed, if one is queued, comes twice or is foreign.
         """
-        cdef Chain chain
         if len(blocks) and self._tail_is_cut:
             raise AssertionError("prev_free_block of fake_free_list_tail should always exist")
-        self._link_all(blocks, &chain, "append_n")
-        self._put_back_cached(chain)
-        self._num_free_blocks += <Py_ssize_t> chain.size
+        self._insert(blocks, "append_n", is_cached=True)
 
     def prepend_n(self, blocks):
         """Put blocks first, in the given order.
 
         RuntimeError, with nothing changed, if one is queued, comes twice or is foreign.
         """
-        cdef Chain chain
         if len(blocks) and self._head_is_cut:
             raise AssertionError("next_free_block of fake_free_list_head should always exist")
-        self._link_all(blocks, &chain, "prepend_n")
-        self._put_back_unhashed(chain)
-        self._lead = kEnd
-        self._num_free_blocks += <Py_ssize_t> chain.size
+        self._insert(blocks, "prepend_n", is_cached=False)
 
     def get_all_free_blocks(self):
         """The blocks in the order in which they would be handed out."""
@@ -538,6 +553,8 @@ cdef class FreeBlockQueue:
             self._hint = kEnd
             return
         cdef BlockId id = self._own_id(<PyObject*> block)
+        if id == kEnd:
+            id = self._lent_id(<PyObject*> block)
         if id == kEnd or self._list.contains(id):
             raise RuntimeError(f"grow_after(): {block!r} is not a block of this queue in use")
         self._hint = id
@@ -609,17 +626,20 @@ cdef class FreeBlockQueue:
     cdef inline size_t _size(self) noexcept:
         return self._list.size() if self._extents == NULL else self._extents.size()
 
-    cdef inline void _put_back_cached(self, const Chain& chain) noexcept:
+    cdef inline void _put_back(self, const Chain& chain, bint is_cached) noexcept:
+        """The blocks of a chain are free from here on."""
         if self._extents != NULL:
-            self._extents.add_cached(chain)
-        else:
+            if is_cached:
+                self._extents.add_cached(chain)
+            else:
+                self._extents.add_unhashed(chain)
+        elif is_cached:
             self._list.splice_back(chain)
-
-    cdef inline void _put_back_unhashed(self, const Chain& chain) noexcept:
-        if self._extents != NULL:
-            self._extents.add_unhashed(chain)
         else:
             self._list.splice_front(chain)
+        if not is_cached:
+            self._lead = kEnd
+        self._num_free_blocks += <Py_ssize_t> chain.size
 
     cdef inline void _take_out(self, BlockId id) noexcept:
         if self._extents != NULL:
@@ -656,11 +676,26 @@ cdef class FreeBlockQueue:
         return self._known_id(block, (<PyObject**> (<char*> block + layout.id_offset))[0])
 
     cdef BlockId _own_dict_id(self, PyObject* block) except? kFailed:
-        """_own_id() of a block without slots: may fail, and keys of its dict may run code."""
-        cdef BlockLayout layout = self._layout
-        if layout.raw(block, False) != <PyObject*> self:
+        """_own_id() of a block without slots: fails where its attributes cannot be read."""
+        attributes = plain_attributes(block)
+        if PyDict_GetItemWithError(attributes, "prev_free_block") != <PyObject*> self:
             return kEnd
-        return self._known_id(block, layout.stored(block, -1, "block_id"))
+        return self._known_id(block, PyDict_GetItemWithError(attributes, "block_id"))
+
+    cdef BlockId _lent_id(self, PyObject* block) except? kFailed:
+        """Id of a block of ours that another queue has had meanwhile, and given back; else kEnd."""
+        cdef BlockLayout layout = self._layout
+        cdef FreeBlockQueue owner
+        if layout is None or not PyObject_TypeCheck(block, <PyTypeObject*> layout.cls):
+            return kEnd
+        owner = layout.owner(block)
+        if owner is not None:
+            if owner._member_id(block) != kEnd:
+                return kEnd
+        elif layout.raw(block, False) is not None:
+            return kEnd
+        block_id = layout.stored(block, layout.id_offset, "block_id")
+        return self._known_id(block, <PyObject*> block_id)
 
     cdef inline BlockId _known_id(self, PyObject* block, PyObject* boxed) noexcept:
         """The number in `boxed` if the block is known under it, else kEnd."""
@@ -707,14 +742,17 @@ cdef class FreeBlockQueue:
         return False
 
     cdef bint _link_dict_blocks(self, list blocks, Chain* chain) except -1:
-        # Reading these may run code or fail, so that all of it comes before the first link.
         cdef vector[BlockId] ids
         cdef BlockId id
-        for block in list(blocks):
-            id = self._own_id(<PyObject*> block)
-            if id == kEnd or self._list.contains(id):
-                return False
-            ids.push_back(id)
+        # The first look at a block may start the garbage collector, and with it code that changes
+        # the blocks before it; the second does not.
+        for _ in range(2):
+            ids.clear()
+            for block in list(blocks):
+                id = self._own_id(<PyObject*> block)
+                if id == kEnd or self._list.contains(id):
+                    return False
+                ids.push_back(id)
         for id in ids:
             if self._list.contains(id):
                 self._list.dissolve(chain[0])
@@ -723,22 +761,33 @@ cdef class FreeBlockQueue:
             self._list.extend(chain[0], id)
         return True
 
-    cdef int _link_all(self, blocks, Chain* chain, str verb) except -1:
+    cdef int _insert(self, blocks, str verb, bint is_cached) except -1:
+        """Put blocks of any kind back, or raise with nothing changed."""
         cdef list batch = <list> blocks if type(blocks) is list else list(blocks)
-        if not self._link(batch, chain):
-            self._admit(batch, chain, verb, take_over=False)
+        cdef Chain chain
+        if self._link(batch, &chain):
+            self._put_back(chain, is_cached)
+        else:
+            self._admit(batch, verb, is_cached, take_over=False)
         return 0
 
-    cdef int _admit(self, list blocks, Chain* chain, str verb, bint take_over) except -1:
-        """Chain blocks of any kind, never seen ones included, or raise with nothing changed.
+    cdef int _admit(self, list blocks, str verb, bint is_cached, bint take_over) except -1:
+        """The same, never seen ones included. With `take_over`, blocks that are queued in another
+        native queue leave it.
 
-        With `take_over`, blocks that are queued in another native queue leave it.
+        Code of others may run as long as anything is allocated or asked for: of a metaclass, of a
+        finalizer, in another thread. So all of that comes first; then nothing may have changed
+        meanwhile; then the blocks are ours. What is overwritten then is held to the end.
         """
         cdef dict batch = {}
+        cdef list admitted = []
+        cdef list overwritten = []
         cdef vector[BlockId] ids
-        cdef FreeBlockQueue owner
         cdef BlockLayout layout = self._layout
+        cdef FreeBlockQueue owner
+        cdef Chain chain
         cdef BlockId id
+        cdef Py_ssize_t i
         cls = None
         if self._is_dying():
             raise RuntimeError(f"{verb}(): this queue is being destroyed")
@@ -761,38 +810,62 @@ cdef class FreeBlockQueue:
             self._refuse_linked(block, layout, verb, take_over)
             batch[block_id] = block
             ids.push_back(block_id)
+            admitted.append(block)
+            for is_next in (False, True):
+                held = layout.raw(<PyObject*> block, is_next)
+                if held is None:
+                    # So that something is stored, also where that is the default of the class.
+                    layout.set_raw(<PyObject*> block, is_next, None)
+                overwritten.append(held)
         if not batch:
             return 0
         self._make_room(max(batch) + 1)
-        for block_id, block in batch.items():
+        if not layout.served or (self._layout is not None and self._layout is not layout):
+            raise RuntimeError(f"{verb}(): the class of the blocks was changed during the call")
+        for i in range(PyList_GET_SIZE(admitted)):
+            if not self._stands(admitted[i], layout, ids[i], overwritten[2 * i],
+                                overwritten[2 * i + 1], take_over):
+                raise RuntimeError(f"{verb}(): block {ids[i]} was changed during the call")
+        for i in range(PyList_GET_SIZE(admitted)):
+            block = admitted[i]
+            id = ids[i]
             owner = layout.owner(<PyObject*> block)
             if owner is not None and owner._member_id(<PyObject*> block) != kEnd:
-                owner._take_out(block_id)
+                owner._take_out(id)
                 owner._num_free_blocks -= 1
             layout.set_raw(<PyObject*> block, False, self)
             layout.set_raw(<PyObject*> block, True, None)
-            self._blocks[block_id] = block
-            self._list.set_payload(block_id, <PyObject*> block)
+            self._blocks[id] = block
+            self._list.set_payload(id, <PyObject*> block)
+            self._list.extend(chain, id)
         if self._layout is None:
             self._layout = layout
             layout.queues += 1
-        for id in ids:
-            if self._list.contains(id):
-                # Reading the links of a later block ran somebody's code, which has queued this one.
-                self._list.dissolve(chain[0])
-                chain[0] = Chain()
-                raise RuntimeError(f"{verb}(): block {id} was queued during the call")
-            self._list.extend(chain[0], id)
+        self._put_back(chain, is_cached)
         return 0
+
+    cdef bint _stands(self, block, BlockLayout layout, BlockId id, prev, next,
+                      bint take_over) except -1:
+        """Whether a block is still what it was when it was looked at."""
+        cdef PyObject* raw_block = <PyObject*> block
+        cdef FreeBlockQueue owner
+        block_id = layout.stored(raw_block, layout.id_offset, "block_id")
+        if small_int(<PyObject*> block_id) != id:
+            return False
+        if self._blocks[id] is not None and self._blocks[id] is not block:
+            return False
+        if layout.raw(raw_block, False) is not prev or layout.raw(raw_block, True) is not next:
+            return False
+        owner = layout.owner(raw_block)
+        return take_over or owner is None or owner._member_id(raw_block) == kEnd
 
     cdef int _refuse_linked(self, block, BlockLayout layout, str verb, bint take_over) except -1:
         """Raise if a block is queued, here or elsewhere, and may not be taken over."""
         cdef FreeBlockQueue owner = layout.owner(<PyObject*> block)
-        cdef PyObject* held
         if owner is None:
             for is_next in (False, True):
                 held = layout.raw(<PyObject*> block, is_next)
-                if not take_over and held != NULL and <object> held is not None:
+                if not take_over and held is not None and held is not _MISSING:
                     raise RuntimeError(
                         f"{verb}(): block {block.block_id} is queued in another queue")
         elif owner._own_id(<PyObject*> block) == kEnd:
@@ -814,19 +887,18 @@ cdef class FreeBlockQueue:
         room = [None] * (capacity - before)
         if PyList_GET_SIZE(self._blocks) != before:
             return self._make_room(capacity)
+        # The list has room for as many ids as there are blocks: it grows last, and cannot fail.
+        if self._extents != NULL:
+            self._extents.grow(capacity)
+        self._list.reserve(capacity)
         self._blocks.extend(room)
-        try:
-            if self._extents != NULL:
-                self._extents.grow(capacity)
-            self._list.grow(capacity)
-        except MemoryError:
-            del self._blocks[before:]
-            raise
+        self._list.grow(capacity)
         return 0
 
     cdef object _checked_id(self, block, BlockLayout layout, str verb):
-        cdef PyObject* stored = layout.stored(<PyObject*> block, layout.id_offset, "block_id")
-        block_id = <object> stored if stored != NULL else None
+        block_id = layout.stored(<PyObject*> block, layout.id_offset, "block_id")
+        if block_id is _MISSING:
+            block_id = None
         if type(block_id) is not int:
             raise TypeError(f"{verb}(): block id {block_id!r} is not an int")
         if not 0 <= block_id <= MAX_BLOCK_ID:

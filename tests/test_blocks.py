@@ -204,32 +204,53 @@ def test_only_classes_can_have_links(thing: Any) -> None:
     assert not can_serve_links(thing)
 
 
-@pytest.mark.parametrize("what", ["clear the batch", "reorder", "remove"])
-def test_keys_of_a_dict_that_run_code_do_not_break_the_list(what: str) -> None:
+class CodeAsKey:
+    """A key of a dict that runs code when one of the names that a queue looks up meets it."""
+
+    meetings = 0
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __hash__(self) -> int:
+        return hash(self._name)
+
+    def __eq__(self, other: object) -> bool:
+        CodeAsKey.meetings += 1
+        return False
+
+
+@pytest.mark.parametrize("name", ["block_id", "prev_free_block", "next_free_block"])
+def test_keys_of_a_dict_that_could_run_code_are_refused(name: str) -> None:
+    """They could do anything in the middle of any call, such as to replace the dict itself."""
     made = [DictBlock(i) for i in range(8)]
+    strange = DictBlock(8)
     queue = FreeBlockQueue(made)
-    batch = queue.popleft_n(6)
-    actions = {
-        "clear the batch": batch.clear,
-        "reorder": queue.reorder,
-        "remove": lambda: queue.remove(made[7]),
+    batch = queue.popleft_n(4)
+    known = dict(made[3].__dict__)
+    for block in (made[3], strange):
+        attributes: Any = {CodeAsKey(name): 0}
+        block.__dict__ = attributes | block.__dict__
+    calls: dict[str, Any] = {
+        "append": lambda: queue.append(made[3]),
+        "append_n": lambda: queue.append_n(batch),
+        "prepend_n": lambda: queue.prepend_n(batch),
+        "remove": lambda: queue.remove(made[3]),
+        "grow_after": lambda: queue.grow_after(made[3]),
+        "a link": lambda: made[3].prev_free_block,
+        "to set a link": lambda: setattr(made[3], "next_free_block", None),
+        "a block never seen": lambda: queue.append(strange),
+        "another queue": lambda: FreeBlockQueue([made[0], strange]),
     }
-    pending: list[Any] = []
-
-    class Key:
-        def __hash__(self) -> int:
-            return hash("block_id")
-
-        def __eq__(self, other: object) -> bool:
-            while pending:
-                pending.pop()()
-            return False
-
-    attributes: Any = {Key(): 0}
-    made[5].__dict__ = attributes | made[5].__dict__
-    pending.append(actions[what])
+    meetings = CodeAsKey.meetings
+    for call in calls.values():
+        with pytest.raises(TypeError, match="a key in the __dict__ of a DictBlock is no str"):
+            call()
+        assert CodeAsKey.meetings == meetings
+        assert_order(queue, [4, 5, 6, 7])
+    made[3].__dict__ = known
     queue.append_n(batch)
-    assert queue.check() == ""
+    assert_order(queue, [4, 5, 6, 7, 0, 1, 2, 3])
 
 
 def test_an_id_that_is_computed_is_refused() -> None:
@@ -333,24 +354,3 @@ def test_an_id_that_was_changed_is_noticed() -> None:
     block.block_id = 0
     made[1].block_id = 7
     assert queue.check() == "the block at id 1 says that its id is 7"
-
-
-def test_code_that_runs_while_a_batch_is_admitted() -> None:
-    """A key of a dict queues a block of the batch that is being admitted."""
-    queue = FreeBlockQueue([DictBlock(9)])
-    made = [DictBlock(0), DictBlock(1)]
-
-    class Key:
-        def __hash__(self) -> int:
-            return hash("prev_free_block")
-
-        def __eq__(self, other: object) -> bool:
-            if queue.num_free_blocks == 1 and queue.stats()["known"] == 2:
-                queue.append(made[0])
-            return False
-
-    attributes: Any = {Key(): 0}
-    made[1].__dict__ = attributes | made[1].__dict__
-    with pytest.raises(RuntimeError, match="block 0 was queued during the call"):
-        queue.append_n(made)
-    assert_order(queue, [9, 0])
