@@ -211,6 +211,25 @@ def test_a_hint_must_not_be_queued_elsewhere(
         queue.grow_after(block)
 
 
+def test_a_hint_at_a_block_that_another_queue_has_given_back(
+    strict_class: Any, blocks: MakeBlocks, placement: dict[str, Any]
+) -> None:
+    """It is in use here again: this queue knows it, and would take it back."""
+    made = blocks(8)
+    queue = strict_class(made, **placement)
+    other = strict_class([], **placement)
+    block = queue.popleft()
+    other.append(block)
+    other.remove(block)
+    queue.grow_after(block)
+    assert ids(queue.popleft_n(2)) == [1, 2]
+    queue.grow_after(None)
+    with pytest.raises(RuntimeError, match="is not a block of this queue in use"):
+        other.grow_after(made[1])
+    queue.append(block)
+    assert queue.check() == other.check() == ""
+
+
 def test_a_hint_at_a_block_that_was_freed(strict_class: Any, blocks: MakeBlocks) -> None:
     """It stands; growing breaks the extent, which has become whole meanwhile."""
     made = blocks(12)

@@ -128,6 +128,7 @@ class QueueScene:
             "reorder": self._reorder,
             "rebuild": self._rebuild,
             "pretend": self._pretend,
+            "detour": self._detour,
             "begin_walk": self._begin_walk,
             "step_walk": self._step_walk,
         }
@@ -330,6 +331,24 @@ class QueueScene:
                 by_vllm=False,
             )
 
+    def _detour(self, q: int, block_id: int) -> None:
+        """A block in use goes through another queue, and is in use again."""
+        if block_id not in self.seen[q] - self.free[q]:
+            return
+        for side in self.sides:
+            queue, block = side.queues[q], side.block(q, block_id)
+            elsewhere = self._queue(side.name, [block])
+            if isinstance(elsewhere, PatientReference):
+                elsewhere.look()
+            for call in (queue.grow_after, queue.append) if side.is_strict else ():
+                try:
+                    call(block)
+                except RuntimeError:
+                    continue
+                raise Divergence(f"{side.name} takes block {block_id} from another queue")
+            if elsewhere.popleft() is not block:
+                raise Divergence(f"{side.name} hands out another block")
+
     def _forget_hashes(self, q: int) -> None:
         for side in self.sides:
             if side.is_strict:
@@ -422,6 +441,7 @@ class QueuePlayer:
             self._mistake,
             self._too_many,
             self._stale_hint,
+            self._detour,
             self._walk,
             self._walk,
             self._pretend,
@@ -462,6 +482,11 @@ class QueuePlayer:
     def _stale_hint(self, q: int) -> None:
         """Left standing, whatever becomes of the block."""
         self._do(["grow_after", q, below(self._chance, self._ids)])
+
+    def _detour(self, q: int) -> None:
+        if self._tables[q] and (table := pick(self._chance, self._tables[q])):
+            self._do(["detour", q, table[-1]])
+            self._do(["grow_after", q, pick(self._chance, (table[-1], None))])
 
     def _finish(self, q: int) -> None:
         tables = self._tables[q]
