@@ -1,5 +1,5 @@
 # Verbs: rollout, test, lint, bench, bench-full, gpu, replay, fuzz; their parts: env, install, cxx, unit, fuzz-short,
-# sanitize, engine, upstream.
+# sanitize, debug-memory, engine, upstream.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -13,14 +13,14 @@ MICRO := $(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benc
   --benchmark-quiet --benchmark-timer=time.process_time
 SCRIPTS := bench bench/micro examples tests tests/engine tests/fuzz tests/plugin tests/upstream
 
-.PHONY: rollout test unit fuzz fuzz-short engine upstream cxx sanitize lint format bench bench-full gpu replay env install clean
+.PHONY: rollout test unit fuzz fuzz-short engine upstream cxx sanitize debug-memory lint format bench bench-full gpu replay env install clean
 
 # GRPO-style rollout rounds on a real vLLM engine, once with vLLM's queue and once with ours.
 rollout: install
 	$(BIN)/python bench/rollout.py
 
 # Everything: against the installed wheel, never against the source folder.
-test: cxx unit fuzz-short sanitize engine upstream
+test: cxx unit fuzz-short sanitize debug-memory engine upstream
 
 unit: install
 	$(BIN)/pytest -n $(WORKERS) --ignore tests/engine
@@ -63,6 +63,13 @@ sanitize: install
 	PYTHONPATH=build/sanitize PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
 	PYBLOCKPOOL_SANITIZED=build/sanitize $(BIN)/pytest tests/test_*.py -k 'not memory_beside'
+
+# The same modules under Python's debug allocator and in its development mode, which check the edges of
+# each piece of memory, that the interpreter's lock is held, and that nothing is left open.
+debug-memory: install
+	PYTHONMALLOC=debug PYTHONDEVMODE=1 $(BIN)/pytest -k 'not memory_beside' tests/test_allocation_failure.py \
+	  tests/test_blocks.py tests/test_contiguity.py tests/test_contract.py tests/test_native.py \
+	  tests/test_policies.py tests/test_refusals.py tests/test_threads.py
 
 lint: install
 	$(BIN)/ruff format --check .
