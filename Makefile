@@ -62,7 +62,8 @@ sanitize: install
 	  --config-settings=cmake.define.PYBLOCKPOOL_INTERNAL_CHECKS=ON
 	PYTHONPATH=build/sanitize PYTHONMALLOC=malloc ASAN_OPTIONS=detect_leaks=0 \
 	LD_PRELOAD="$$($(CXX) -print-file-name=libasan.so) $$($(CXX) -print-file-name=libstdc++.so)" \
-	PYBLOCKPOOL_SANITIZED=build/sanitize $(BIN)/pytest tests/test_*.py -k 'not memory_beside'
+	PYBLOCKPOOL_SANITIZED=build/sanitize $(BIN)/pytest tests/test_*.py tests/fuzz/test_fuzz.py \
+	  -k 'not memory_beside and (not test_fuzz or a_part or failed_once)'
 
 # The same modules under Python's debug allocator and in its development mode, which check the edges of
 # each piece of memory, that the interpreter's lock is held, and that nothing is left open.
