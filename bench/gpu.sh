@@ -13,9 +13,10 @@ is missing lies in DIR. Its own environment, build/gpu, sees the packages of tha
   --device   cuda (the default), or cpu, which shows that the script works
   --wheels   a folder of wheels; all of them are installed, as they are, and nothing is downloaded.
              pyblockpool's own wheel, or what it takes to build one (scikit-build-core, cython,
-             pybind11 with what they need; cmake and ninja, where the machine has none); pytest,
-             pytest-benchmark, py-cpuinfo; rich, numpy; vLLM. What the machine's Python has can be
-             left out. A vLLM for a PyTorch that no build of vLLM is made for:
+             pybind11, hatch-fancy-pypi-readme with what they need; cmake and ninja, where the
+             machine has none); pytest, pytest-benchmark, py-cpuinfo; rich, numpy; vLLM. What the
+             machine's Python has can be left out. A vLLM for a PyTorch that no build of vLLM is
+             made for:
              VLLM_TARGET_DEVICE=empty pip wheel --no-deps --no-binary vllm vllm==0.26.0
   --out      for the results, as JSON; default: bench/results/gpu, with --device cpu .../gpu_cpu
   --python   default: python3
