@@ -77,6 +77,10 @@ lint: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/clang-format --dry-run --Werror csrc/*.?pp tests/cxx/*.?pp
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/zizmor --offline --quiet .github
 	$(BIN)/python bench/table.py --check
 	$(BIN)/mypy pyblockpool
 	$(BIN)/stubtest pyblockpool._queue pyblockpool._contiguity
