@@ -22,6 +22,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def one_thread() -> dict[str, str]:
+    """For the environment of an engine: a tiny model is as fast on one thread as on many.
+
+    On a machine that is busy with something else it is far faster.
+    """
+    return {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+
+
+@pytest.fixture(scope="session")
 def run_python(tmp_path_factory: pytest.TempPathFactory) -> RunPython:
     """``run_python(arguments…, block_queue=, record=)``: an engine never runs in pytest's process.
 

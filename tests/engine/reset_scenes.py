@@ -61,6 +61,10 @@ async def outcome_of(call: Callable[[], Any]) -> Any:
         return f"{type(error).__name__}: {error}"
 
 
+def tokens_of(answer: Any) -> list[int]:
+    return list(answer.outputs[0].token_ids)
+
+
 # An LLM, in one process or in two.
 
 
@@ -73,7 +77,7 @@ def play(llm: Any, requests: list[tuple[list[int], int]] = ROUND) -> list[list[i
         use_tqdm=False,
     )
     llm.wake_up(tags=["scheduling"])
-    return [list(done.outputs[0].token_ids) for done in llm.wait_for_completion(use_tqdm=False)]
+    return [tokens_of(done) for done in llm.wait_for_completion(use_tqdm=False)]
 
 
 def start(llm: Any) -> Callable[[], list[int]]:
@@ -87,7 +91,7 @@ def start(llm: Any) -> Callable[[], list[int]]:
         nonlocal outputs
         while engine.has_unfinished_requests():
             outputs = engine.step() or outputs
-        return list(outputs[0].outputs[0].token_ids)
+        return tokens_of(outputs[0])
 
     return finish
 
@@ -192,28 +196,35 @@ class Conversation:
         self.llm = llm
         self._number = count()
 
-    async def generate(
+    async def generate(self, request: tuple[list[int], int], rank: int | None = None) -> list[int]:
+        return tokens_of(await self.ask(request, rank))
+
+    async def ask(
         self,
         request: tuple[list[int], int],
         rank: int | None = None,
         begun: asyncio.Event | None = None,
-    ) -> list[int]:
+        request_id: str | None = None,
+    ) -> Any:
+        """All of the answer; ``begun`` is set when its first token is there."""
         prompt, output = request
         stream = self.llm.generate(
             {"prompt_token_ids": prompt},
             sampling(output),
-            request_id=str(next(self._number)),
+            request_id=request_id or str(next(self._number)),
             data_parallel_rank=rank,
         )
         answer: Any = None
         async for answer in stream:  # noqa: B007
             if begun is not None:
                 begun.set()
-        return list(answer.outputs[0].token_ids)
+        return answer
 
-    async def start(self, rank: int | None = None) -> asyncio.Task[list[int]]:
+    async def start(
+        self, request: tuple[list[int], int] = LONG, rank: int | None = None
+    ) -> asyncio.Task[Any]:
         begun = asyncio.Event()
-        task = asyncio.create_task(self.generate(LONG, rank, begun))
+        task = asyncio.create_task(self.ask(request, rank, begun))
         await begun.wait()
         return task
 
@@ -224,13 +235,13 @@ class Conversation:
 async def async_busy(talk: Conversation, rank: int | None) -> Facts:
     llm = talk.llm
     await talk.play()
-    running = await talk.start(rank)
+    running = await talk.start(rank=rank)
     facts = {
         "before": await llm.free_block_queue_stats(),
         "order": await llm.reset_free_block_queue_order(),
         "cache and order": await llm.reset_prefix_cache(reorder_free_queue=True),
         "after": await llm.free_block_queue_stats(),
-        "tokens": await running,
+        "tokens": tokens_of(await running),
     }
     facts["tokens alone"] = await talk.generate(LONG, rank)
     facts["done"] = await llm.reset_free_block_queue_order()
@@ -244,7 +255,7 @@ async def paused(talk: Conversation) -> Facts:
     await llm.pause_generation(mode="keep", clear_cache=False)
     facts = {"kept": await llm.reset_free_block_queue_order()}
     await llm.resume_generation()
-    facts["equal"] = await running == expected
+    facts["equal"] = tokens_of(await running) == expected
     await talk.play()
     await llm.pause_generation(mode="wait", clear_cache=True)
     facts["drained"] = await llm.reset_free_block_queue_order()
