@@ -24,6 +24,16 @@ def tokens(seed: int, count: int) -> list[int]:
     return [dice.randrange(512) for _ in range(count)]
 
 
+def state_of(pool: Any) -> dict[str, Any]:
+    """What a pool has free, in which order, and what its queue says of itself."""
+    queue = pool.free_block_queue
+    return {
+        "order": [block.block_id for block in queue.get_all_free_blocks()],
+        "num_free_blocks": queue.num_free_blocks,
+        "check": queue.check() if hasattr(queue, "check") else "",
+    }
+
+
 class Stage:
     """An engine whose steps are ours to take, and what came out of it."""
 
@@ -64,13 +74,7 @@ class Stage:
 
     def scene(self, name: str, ended: dict[str, Any], **more: Any) -> None:
         """The end of a scenario: nothing runs any more."""
-        queue = self.pool.free_block_queue
-        self.scenes[name] = more | {
-            "ended": ended,
-            "order": [block.block_id for block in queue.get_all_free_blocks()],
-            "num_free_blocks": queue.num_free_blocks,
-            "check": queue.check() if hasattr(queue, "check") else "",
-        }
+        self.scenes[name] = more | {"ended": ended} | state_of(self.pool)
 
 
 def chunked_prefill(stage: Stage) -> None:
