@@ -293,8 +293,8 @@ def after_lookup(original: Method) -> Method:
     """For the methods of KVCacheManager that search the prefix cache for a request."""
 
     @functools.wraps(original)
-    def get_computed_blocks(manager: Any, request: Any) -> Any:
-        found = original(manager, request)
+    def get_computed_blocks(manager: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+        found = original(manager, request, *args, **kwargs)  # vLLM 0.33 can bound the search
         section = getattr(manager, _SECTION, None)
         if section is not None:
             section.looked_up(manager, request, found)

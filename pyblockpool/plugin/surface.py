@@ -89,12 +89,17 @@ CHAIN: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
 )
 LATER_IN_CHAIN = {("KVCacheCoordinator", RESET_PREFIX_CACHE): "0.30.0"}
 
-# The same of what the recorder of block tables listens to.
+# The same of what the recorder of block tables listens to; a method with two lines may take either.
 FREE = ("free", "pop_blocks_for_free")
 LOOK_UP = ("get_computed_blocks", "get_computed_blocks_for_connector")
 STEP = "update_from_output"
 RECORDED: tuple[tuple[str, str, str, tuple[str, ...]], ...] = (
     *((KV_CACHE_MANAGER, "KVCacheManager", name, ("request",)) for name in FREE + LOOK_UP),
+    # Since 0.33.0.
+    *(
+        (KV_CACHE_MANAGER, "KVCacheManager", name, ("request", "max_cache_hit_length"))
+        for name in LOOK_UP
+    ),
     (KV_CACHE_MANAGER, "KVCacheManager", RESET_PREFIX_CACHE, ()),
     (SCHEDULER, "Scheduler", STEP, ("scheduler_output", "model_runner_output")),
     (CORE, "EngineCore", "shutdown", ()),
@@ -307,15 +312,18 @@ def _troubles(
 ) -> Iterator[Finding]:
     """What stands against putting wrappers over methods."""
     missing, changed = [], []
+    known: dict[tuple[str, str, str], list[tuple[str, ...]]] = {}
     for module, cls, method, parameters in methods:
+        # Somebody else's wrapper may take all there is.
+        known.setdefault((module, cls, method), [("*args", "**kwargs")]).append(parameters)
+    for (module, cls, method), signatures in known.items():
         found = vars(getattr(import_module(module), cls)).get(method)
         if found is None:
             if (cls, method) not in later:
                 missing.append(f"{cls}.{method}()")
         elif not hasattr(found, OURS):
             takes = parameters_of(found) if inspect.isfunction(found) else ()
-            # Somebody else's wrapper may take all there is.
-            if inspect.isfunction(found) and takes in (parameters, ("*args", "**kwargs")):
+            if inspect.isfunction(found) and takes in signatures:
                 continue
             if not str(getattr(found, "__module__", "")).startswith("vllm."):
                 yield _replaced(f"{cls}.{method}", found, variable)
@@ -336,7 +344,9 @@ def _troubles(
 def _the_classes() -> Iterator[Finding]:
     """Whether whoever frees a block says if it has a hash: the policies go by that."""
     release = inspect.unwrap(import_module(BLOCK_POOL).BlockPool.free_blocks)
-    if {"prepend_n", "append_n"} <= set(release.__code__.co_names):
+    # vLLM 0.23 has both ways, too, but leaves it to the caller (`prepend`), who tells it of few.
+    tells = {"prepend_n", "append_n"} <= set(release.__code__.co_names)
+    if tells and parameters_of(release) == ("ordered_blocks",):
         yield Finding("BlockPool.free_blocks() tells blocks with a hash from those without")
     else:
         yield Finding(

@@ -53,4 +53,6 @@ def splits_by_hash() -> bool:
         return False
     from vllm.v1.core.block_pool import BlockPool
 
-    return "prepend_n" in inspect.unwrap(BlockPool.free_blocks).__code__.co_names
+    release = inspect.unwrap(BlockPool.free_blocks)
+    by_caller = "prepend" in inspect.signature(release).parameters  # in 0.23
+    return "prepend_n" in release.__code__.co_names and not by_caller

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -525,6 +526,24 @@ def test_a_trace_that_changes_later_is_refused(
     monkeypatch.setenv(TRACE_VARIABLE, "/tmp/late")
     with pytest.raises(ConflictError, match=r"VLLM_BLOCK_TRACE has changed from None to '/tmp/la"):
         entry.register()
+
+
+def test_a_search_of_the_prefix_cache_may_have_a_bound(
+    host: FakeVLLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.33 has it."""
+    host.load(
+        (
+            "def get_computed_blocks(self, request):\n        return [], 0",
+            "def get_computed_blocks(self, request, max_cache_hit_length=None):\n"
+            "        return [], max_cache_hit_length",
+        )
+    )
+    monkeypatch.setenv(TRACE_VARIABLE, "/tmp/%p.jsonl")
+    entry.register()
+    manager = host.make("KVCacheManager", SimpleNamespace(num_blocks=8))
+    assert manager.get_computed_blocks("request", 32) == ([], 32)
+    assert manager.get_computed_blocks("request", max_cache_hit_length=16) == ([], 16)
 
 
 UNTRACEABLE: dict[str, tuple[list[tuple[str, str]], type[BlockQueueError], list[str]]] = {

@@ -229,6 +229,11 @@ def test_an_allocation_that_fails_takes_its_hint_back(host: FakeVLLM, activate: 
             UnsupportedVLLMError,
             ["does not tell blocks with a hash", "0.24.0 or later"],
         ),
+        (  # as vLLM 0.23 has it
+            ("(self, ordered_blocks):", "(self, ordered_blocks, prepend=False):"),
+            UnsupportedVLLMError,
+            ["does not tell blocks with a hash", "0.24.0 or later"],
+        ),
         (
             (
                 "def allocate_new_blocks(self, request_id, num",
