@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -96,12 +97,14 @@ def make_request(request_id: str, prompt: list[int], output: int) -> Any:
     from vllm.v1.request import Request
 
     init_none_hash(sha256)
+    older = {"eos_token_id": None} if "eos_token_id" in signature(Request).parameters else {}
     return Request(
         request_id=request_id,
         prompt_token_ids=prompt,
         sampling_params=SamplingParams(max_tokens=output, ignore_eos=True, temperature=0.0),
         pooling_params=None,
         block_hasher=get_request_block_hasher(BLOCK_SIZE, sha256),
+        **older,
     )
 
 
@@ -120,13 +123,18 @@ def schedule(scheduler: Any) -> tuple[Any, Any]:
         req_ids=ids,
         req_id_to_index={request_id: index for index, request_id in enumerate(ids)},
         sampled_token_ids=[
-            [] if request.is_prefill_chunk else [request.num_computed_tokens % 512]
+            [] if _is_prefill_chunk(request) else [request.num_computed_tokens % 512]
             for request in requests
         ],
         logprobs=None,
         prompt_logprobs_dict={},
         pooler_output=[],
     )
+
+
+def _is_prefill_chunk(request: Any) -> bool:
+    before = request.num_computed_tokens < request.num_tokens  # vLLM 0.18
+    return bool(getattr(request, "is_prefill_chunk", before))
 
 
 def step(scheduler: Any) -> Any:

@@ -30,6 +30,12 @@ def free(pool: Any, blocks: Iterable[Any]) -> None:
     pool.free_blocks(list(reversed(list(blocks))))
 
 
+def touch(pool: Any, blocks: list[Any]) -> None:
+    """A prefix hit on these blocks. vLLM 0.13 takes a list of blocks for each KV-cache group."""
+    annotation = str(inspect.signature(pool.touch).parameters["blocks"].annotation)
+    pool.touch((blocks,) if "tuple" in annotation else blocks)
+
+
 def give_hash(pool: Any, block: Any, value: int | None = None) -> None:
     """Give a block a prefix-cache hash, its id by default, and enter it in the hash map."""
     from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from implementations import HAS_VLLM, ids
-from pools import free, give_hash, order, pool, splits_by_hash
+from pools import free, give_hash, order, pool, splits_by_hash, touch
 
 from pyblockpool.contiguity import Contiguity
 from pyblockpool.plugin import entry
@@ -54,7 +54,7 @@ def test_vllm_31371_the_order_of_what_was_released(queue: str) -> None:
 
 def test_vllm_32290_contiguity_is_never_a_reason_to_refuse(queue: str) -> None:
     subject = pool(11, False)
-    subject.touch([subject.blocks[i] for i in (2, 4, 6, 8, 10)])
+    touch(subject, [subject.blocks[i] for i in (2, 4, 6, 8, 10)])
     assert ids(subject.get_new_blocks(5)) == [1, 3, 5, 7, 9]
 
 
@@ -62,7 +62,15 @@ def test_vllm_42571_one_block_freed_twice_with_two_references(queue: str) -> Non
     """vllm#42571, dynamo#13398: legal, and enqueued once."""
     subject = pool(6, True)
     (block,) = subject.get_new_blocks(1)
-    subject.touch([block])
+    touch(subject, [block])
+    if not splits_by_hash():
+        # vLLM before 0.24 counts both references down first, and enqueues the block twice.
+        if queue == "vllm":
+            pytest.skip("its own queue takes that, and is broken from there on")
+        with pytest.raises(RuntimeError, match=r"append_n\(\): block 1 comes twice"):
+            subject.free_blocks([block, block])
+        assert subject.free_block_queue.check() == ""
+        return
     subject.free_blocks([block, block])
     assert order(subject).count(block.block_id) == 1
     assert subject.get_num_free_blocks() == 5
@@ -100,7 +108,7 @@ def test_vllm_55434_a_fresh_pool_gives_one_run(queue: str) -> None:
 def test_vllm_55434_each_run_is_a_descriptor_in_each_region(queue: str) -> None:
     """Of 101 stretches, each followed by a block that somebody else holds."""
     subject = pool(1 + 101 * 4, False)
-    subject.touch(subject.blocks[4::4])
+    touch(subject, subject.blocks[4::4])
     scattered = Contiguity(tile=8)
     scattered.add(ids(subject.get_new_blocks(303)))
     assert (scattered.blocks, scattered.runs) == (303, 101)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import inspect
 import json
 import logging
 import multiprocessing
@@ -98,7 +99,16 @@ def tokens(seed: int, count: int) -> list[int]:
 def finish(scheduler: Any, *request_ids: str) -> None:
     from vllm.v1.request import RequestStatus
 
-    scheduler.finish_requests(request_ids or None, RequestStatus.FINISHED_ABORTED)
+    names = request_ids or tuple(scheduler.requests)
+    scheduler.finish_requests(names, RequestStatus.FINISHED_ABORTED)
+
+
+def block_sizes(tokens: int) -> dict[str, int]:
+    """The arguments of KVCacheManager that say it; older releases have fewer."""
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    known = inspect.signature(KVCacheManager.__init__).parameters
+    return {name: tokens for name in ("scheduler_block_size", "hash_block_size") if name in known}
 
 
 def close(scheduler: Any) -> None:
@@ -115,6 +125,14 @@ def watched(base: Any) -> Any:
             self.seen: list[Line] = []
             self.hits: dict[str, int] = {}
             super().__init__(*args, **kwargs)
+            if not hasattr(base, "_free_request_blocks"):  # before vLLM 0.24
+                free = self.kv_cache_manager.free
+
+                def note_and_free(request: Any) -> None:
+                    self._note(request)
+                    free(request)
+
+                self.kv_cache_manager.free = note_and_free
 
         def schedule(self, *args: Any, **kwargs: Any) -> Any:
             scheduled = super().schedule(*args, **kwargs)
@@ -127,6 +145,10 @@ def watched(base: Any) -> Any:
             return scheduled
 
         def _free_request_blocks(self, request: Any) -> None:
+            self._note(request)
+            super()._free_request_blocks(request)
+
+        def _note(self, request: Any) -> None:
             outcomes = {
                 "RUNNING": "preempted",
                 "FINISHED_ABORTED": "abort",
@@ -146,7 +168,6 @@ def watched(base: Any) -> Any:
                         "table": table,
                     }
                 )
-            super()._free_request_blocks(request)
 
     return Watched
 
@@ -272,9 +293,8 @@ def test_the_header_of_a_scheduler_of_somebody_else(
             kv_cache_groups=[KVCacheGroupSpec(layers, full_attention())],
         ),
         max_model_len=512,
-        scheduler_block_size=2 * BLOCK_SIZE,
-        hash_block_size=2 * BLOCK_SIZE,
         dcp_world_size=2,
+        **block_sizes(2 * BLOCK_SIZE),
     )
     del manager
     header, end = lines_of(trace)
@@ -296,9 +316,8 @@ def test_a_model_without_a_kv_cache(
     manager = KVCacheManager(
         KVCacheConfig(num_blocks=1, kv_cache_tensors=[], kv_cache_groups=[]),
         max_model_len=512,
-        scheduler_block_size=BLOCK_SIZE,
-        hash_block_size=BLOCK_SIZE,
         enable_caching=False,
+        **block_sizes(BLOCK_SIZE),
     )
     assert recorder.section_of(manager) is None
     assert not trace.exists()

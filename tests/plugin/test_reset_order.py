@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from implementations import HAS_VLLM, ids
-from pools import free, give_hash, order, pool
+from pools import free, give_hash, order, pool, splits_by_hash, touch
 
 from pyblockpool import FreeBlockQueue
 from pyblockpool.plugin import entry
@@ -137,7 +137,7 @@ def test_a_hit_on_a_free_block_holds_it(queue: str) -> None:
     (block,) = subject.get_new_blocks(1)
     give_hash(subject, block)
     free(subject, [block])
-    subject.touch([block])
+    touch(subject, [block])
     assert subject.reset_free_block_queue_order() is False
 
 
@@ -308,7 +308,9 @@ def test_stats(queue: str) -> None:
         give_hash(subject, block)
     for block in taken[1:]:
         subject.free_blocks([block])
-    assert order(subject) == [4, 5, 6, 7, 8, 9, 2, 3]
+    # The one without a hash is the first, in older releases the last.
+    expected = [4, 5, 6, 7, 8, 9, 2, 3] if splits_by_hash() else [5, 6, 7, 8, 9, 2, 3, 4]
+    assert order(subject) == expected
     stats = subject.free_block_queue_stats()
     assert stats == {
         "implementation": "native" if queue == "native" else "vllm",
@@ -318,7 +320,7 @@ def test_stats(queue: str) -> None:
         "free": 8,
         "unhashed": 6,
         "runs": 2,
-        "longest_run": 6,
+        "longest_run": 6 if splits_by_hash() else 5,
         "other_pools": [],
     }
 
