@@ -1,5 +1,5 @@
-# Verbs: rollout, test, lint, bench, bench-full, gpu, replay, fuzz, package; their parts: env, install, cxx, unit,
-# fuzz-short, sanitize, debug-memory, engine, upstream.
+# Verbs: rollout, test, lint, bench, bench-full, gpu, replay, fuzz, package, compat, compat-engine; their parts: env,
+# install, cxx, unit, fuzz-short, sanitize, debug-memory, engine, upstream.
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch==2.13.0
@@ -12,9 +12,11 @@ BIN := $(VENV)/bin
 SOURCES := CMakeLists.txt pyproject.toml README.md LICENSE $(wildcard csrc/* pyblockpool/*.py* pyblockpool/*/*.py)
 MICRO := $(BIN)/pytest bench/micro -o python_files='bench_*.py' -W ignore --benchmark-disable-gc \
   --benchmark-quiet --benchmark-timer=time.process_time
-SCRIPTS := bench bench/micro examples tests tests/engine tests/fuzz tests/package tests/plugin tests/upstream
+SCRIPTS := bench bench/micro examples tests tests/compat tests/engine tests/fuzz tests/package tests/plugin \
+  tests/upstream
 
-.PHONY: rollout test unit fuzz fuzz-short engine upstream cxx sanitize debug-memory lint format bench bench-full gpu replay package env install clean
+.PHONY: rollout test unit fuzz fuzz-short engine upstream cxx sanitize debug-memory lint format bench bench-full gpu \
+  replay compat compat-engine package env install clean
 
 # GRPO-style rollout rounds on a real vLLM engine, once with vLLM's queue and once with ours.
 rollout: install
@@ -44,6 +46,18 @@ engine: install
 upstream: install
 	$(BIN)/python tests/upstream/upstream_compare.py --workers $(WORKERS) \
 	  --queue native native:sorted native:extent
+
+# Other releases of vLLM from their sources; saved, and set into the documents. Five minutes a release.
+COMPAT := PYTHONPATH=$(CURDIR)/bench:$(CURDIR)/tests/upstream $(BIN)/python tests/compat/compat.py --workers $(WORKERS)
+
+compat: install
+	$(COMPAT) $(if $(VERSIONS),--versions $(VERSIONS))
+	$(BIN)/python bench/table.py
+
+# Real engines, of wheels that are built for the installed PyTorch.
+compat-engine: install
+	$(COMPAT) --parts engine --versions $(or $(VERSIONS),0.28.0 0.31.0)
+	$(BIN)/python bench/table.py
 
 cxx: $(VENV)/.env
 	$(BIN)/cmake -S . -B build/cxx -DCMAKE_BUILD_TYPE=Debug -DPYBLOCKPOOL_EXTENSION=OFF \

@@ -373,6 +373,52 @@ def transfer_table(results: dict[str, Any]) -> list[str]:
     return [*lines, "", f"{results['tables_from']}; {provenance(results)}"]
 
 
+def compat_table(results: dict[str, Any]) -> list[str]:
+    lines = [
+        "| vLLM | `native`, order reset | `sorted`, `extent` | block trace | lazy CPU offload "
+        "| tests of ours | vLLM's own tests, its queue / ours | engines on the CPU |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for version, found in results["releases"].items():
+        if "scene" not in found or "error" in found["scene"]:
+            raise ValueError(f"the scene of vLLM {version} has not come to its end")
+        scene = found["scene"]
+        verdicts, lives = scene["verdicts"], scene["lives"]
+
+        def cell(*values: str, verdicts: Any = verdicts, lives: Any = lives) -> str:
+            if any(verdicts[value] for value in values):
+                return "refused"
+            return "differs" if any(lives.get(value) for value in values) else "yes"
+
+        cells = [
+            cell("python", "native"),
+            cell("native:sorted", "native:extent"),
+            "not run" if cell("python") == "refused" else cell("trace"),
+            {None: "-", "": "yes"}.get(scene["walk"], "differs"),
+            tests_cell(found.get("ours")),
+            upstream_cell(found.get("upstream")),
+            tests_cell(found.get("engine")),
+        ]
+        lines.append(f"| {version} | {' | '.join(cells)} |")
+    return [*lines, "", provenance(results | {"vllm": None})]
+
+
+def tests_cell(ran: dict[str, Any] | None) -> str:
+    if ran is None:
+        return "not run"
+    failed = f", {len(ran['failed'])} failed" if ran["failed"] else ""
+    return f"{ran['passed']} passed{failed}"
+
+
+def upstream_cell(ran: dict[str, Any] | None) -> str:
+    if ran is None:
+        return "not run"
+    if ran["problems"]:
+        return "no result"
+    diverge = f", {len(ran['divergences'])} differ" if ran["divergences"] else ""
+    return f"{ran['passed']['stock']} / {ran['passed']['ours']} passed{diverge}"
+
+
 def replay_header(columns: list[str]) -> list[str]:
     return [
         f"| trace | blocks / resident | {' | '.join(columns)} |",
@@ -428,6 +474,7 @@ TABLES: dict[str, dict[str, Callable[[dict[str, Any]], list[str]]]] = {
     "scheduler": {"scheduler": scheduler_table},
     "replay": {"replay": replay_table, "runs": runs_table},
     "trace": {"trace": trace_table},
+    "compat": {"compat": compat_table},
 }
 
 

