@@ -400,7 +400,9 @@ def compat_table(results: dict[str, Any]) -> list[str]:
             tests_cell(found.get("engine")),
         ]
         lines.append(f"| {version} | {' | '.join(cells)} |")
-    return [*lines, "", provenance(results | {"vllm": None})]
+    parts = [part for found in results["releases"].values() for part in found.values()]
+    commits = ", ".join(sorted({part["commit"] for part in parts}))
+    return [*lines, "", provenance(results | {"vllm": None, "commit": commits})]
 
 
 def tests_cell(ran: dict[str, Any] | None) -> str:

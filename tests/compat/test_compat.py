@@ -20,15 +20,17 @@ WELL: dict[str, Any] = {
         ),
         "lives": dict.fromkeys(("python", "native", "native:sorted", "native:extent"), ""),
         "walk": "",
+        "commit": "abc",
     },
-    "ours": {"passed": 500, "skipped": 3, "failed": []},
+    "ours": {"passed": 500, "skipped": 3, "failed": [], "commit": "abc"},
     "upstream": {
         "passed": {"stock": 200, "ours": 200},
         "divergences": [],
         "excused": [],
         "problems": [],
+        "commit": "abc",
     },
-    "engine": {"passed": 9, "skipped": 0, "failed": []},
+    "engine": {"passed": 9, "skipped": 0, "failed": [], "commit": "abc"},
 }
 TOO_OLD = "its BlockPool has no evict_blocks; install vLLM 0.13.0 or later"
 
@@ -91,6 +93,11 @@ def test_what_was_not_run_does_not_look_run() -> None:
     assert row("0.30.0", found)[4:] == ["-", "not run", "not run", "not run"]
     with pytest.raises(ValueError, match="has not come to its end"):
         row("0.30.0", {"scene": {"error": "status 1"}})
+
+
+def test_the_commits_of_all_parts_are_told() -> None:
+    results = provenance() | {"releases": {"0.30.0": changed("engine", "commit", to="def")}}
+    assert "(abc, def)" in table.compat_table(results)[-1]
 
 
 def test_too_old_a_release_has_to_be_refused_by_name() -> None:
