@@ -378,7 +378,6 @@ cdef class FreeBlockQueue:
             raise ValueError(f"size {size} is not a power of two from 1 to {MAX_EXTENT_SIZE}")
         cdef cpp_bool packs = bool(pack_tails)
         blocks = list(blocks)
-        # From here on no code of anybody else runs before the queue is what it will be.
         if self._policy is not None or self._list.capacity():
             raise RuntimeError("FreeBlockQueue.__init__() called twice on one queue, or late")
         if policy != "lru":
@@ -746,9 +745,10 @@ cdef class FreeBlockQueue:
         cdef BlockId id
         # The first look at a block may start the garbage collector, and with it code that changes
         # the blocks before it; the second does not.
+        batch = list(blocks)
         for _ in range(2):
             ids.clear()
-            for block in list(blocks):
+            for block in batch:
                 id = self._own_id(<PyObject*> block)
                 if id == kEnd or self._list.contains(id):
                     return False
@@ -793,12 +793,12 @@ cdef class FreeBlockQueue:
             raise RuntimeError(f"{verb}(): this queue is being destroyed")
         for block in blocks:
             if type(block) is not cls:
+                cls = type(block)  # once: asking for the layout may run code of its metaclass
                 if layout is None:
                     layout = _prepared(block, verb)
                 elif layout is not _prepared(block, verb):
                     raise TypeError(f"{verb}(): this queue holds blocks of the class "
                                     f"{layout.cls.__qualname__}, not {type(block).__qualname__}")
-                cls = type(block)
             block_id = self._checked_id(block, layout, verb)
             known = self._blocks[block_id] if block_id < len(self._blocks) else None
             if (known is not None and known is not block) or (
@@ -807,7 +807,7 @@ cdef class FreeBlockQueue:
                                    f"another block with id {block_id}")
             if block_id in batch:
                 raise RuntimeError(f"{verb}(): block {block_id} comes twice in one call")
-            self._refuse_linked(block, layout, verb, take_over)
+            self._refuse_linked(block, block_id, layout, verb, take_over)
             batch[block_id] = block
             ids.push_back(block_id)
             admitted.append(block)
@@ -857,11 +857,19 @@ cdef class FreeBlockQueue:
         if layout.raw(raw_block, False) is not prev or layout.raw(raw_block, True) is not next:
             return False
         owner = layout.owner(raw_block)
+        if owner is not self and self._list.contains(id):
+            return False
         return take_over or owner is None or owner._member_id(raw_block) == kEnd
 
-    cdef int _refuse_linked(self, block, BlockLayout layout, str verb, bint take_over) except -1:
+    cdef int _refuse_linked(self, block, block_id, BlockLayout layout, str verb,
+                            bint take_over) except -1:
         """Raise if a block is queued, here or elsewhere, and may not be taken over."""
         cdef FreeBlockQueue owner = layout.owner(<PyObject*> block)
+        if (owner is not self and block_id < PyList_GET_SIZE(self._blocks)
+                and self._list.contains(block_id)):
+            # The list counts, not what the block says of itself.
+            raise RuntimeError(f"{verb}(): block {block_id} is already queued, and somebody has "
+                               "overwritten its links")
         if owner is None:
             for is_next in (False, True):
                 held = layout.raw(<PyObject*> block, is_next)

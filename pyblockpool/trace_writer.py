@@ -44,13 +44,15 @@ MAX_BYTES = 256 << 20
 # comes when they are more is lost.
 MAX_WAITING = 1 << 22
 _RECORD = 64
-# With more than these waiting, the thread is behind: a disk hangs. Its requests hold their tokens,
-# twice 8 bytes and an int for each; with 16 of them in a block about 100 MB.
+# With more than these waiting, the thread is behind: a disk hangs.
 MANY_WAITING = 1 << 17
+# A request holds its tokens: twice 8 bytes and an int for each. So many count as a block more, so
+# that requests make about 100 MB before the thread is behind.
+TOKENS_OF_A_BLOCK = 16
 # Seconds between two looks into the buffer: what a crash loses.
 INTERVAL = 1.0
-# Python runs one thread at a time: this one works for so many blocks (about 0.2 ms), and then
-# leaves the interpreter to the engine for so many seconds.
+# Python runs one thread at a time: this one works for so many blocks (about 0.5 ms, or one long
+# request), and then leaves the interpreter to the engine for so many seconds.
 _SLICE = 4096
 _PAUSE = 0.0005
 # Seconds that the end of an engine waits for a disk that hangs. vLLM kills an engine core 5 s after
@@ -61,7 +63,7 @@ _END_LINE = 256
 
 
 class Request(Protocol):
-    """Any request. These never change, so that they may be read later."""
+    """Any request that has ended. These change no more then, so that they may be read later."""
 
     request_id: str
     num_prompt_tokens: int
@@ -136,7 +138,7 @@ class TraceWriter:
         outcome: str,
         tokens: int,
         prefilled: tuple[int, float | None],
-        blocks: int,
+        weight: int,
         tables: Sequence[Any],
     ) -> bool:
         """Take the record of a request that gives up its blocks; count it as lost without room.
@@ -151,7 +153,8 @@ class TraceWriter:
             tokens: tokens that were computed, or found in the prefix cache.
             prefilled: those that were found; seconds from being scheduled to the first token, None
                 if there was none.
-            blocks: of all groups.
+            weight: what waits in memory with it, counted in blocks: those of all tables, and one
+                for each `TOKENS_OF_A_BLOCK` tokens that the request holds.
             tables: for each KV-cache group four items: its number, how many blocks it has, the
                 first of them (or None), and all of them in the order of the tokens. That list is
                 read later. If it is not the same any more, the recording ends.
@@ -164,9 +167,9 @@ class TraceWriter:
         if self._came_in - self._left > MAX_WAITING:
             self._no_room += 1
         else:
-            self._came_in += _RECORD + blocks
+            self._came_in += _RECORD + weight
             self._waiting.extend(
-                (at, request, outcome, tokens, prefilled, blocks, len(tables), *tables)
+                (at, request, outcome, tokens, prefilled, weight, len(tables), *tables)
             )
         return True
 
@@ -226,8 +229,8 @@ class TraceWriter:
             lines: list[str] = []
             size = done = requests = 0
             while self._waiting and done < _SLICE:
-                requests_in_it, blocks, line = self._next()
-                done += _RECORD + blocks
+                requests_in_it, weight, line = self._next()
+                done += _RECORD + weight
                 if self._size + size + len(line) > MAX_BYTES - _END_LINE:
                     self._write(lines, requests)
                     self._warn(
@@ -249,17 +252,17 @@ class TraceWriter:
         return True
 
     def _next(self) -> tuple[int, int, str]:
-        """Requests and blocks of a record that waited, and its lines."""
+        """Requests and weight of a record that waited, and its lines."""
         field = self._waiting.popleft
         t = field() - self._started
         request = field()
         if request is None:
             return 0, 0, _line({"t": round(t, 6), "reset": field(), "done": field()})
-        outcome, tokens, (hit, prefill), blocks, size = (field() for _ in range(5))
+        outcome, tokens, (hit, prefill), weight, size = (field() for _ in range(5))
         tables = [field() for _ in range(size)]
-        if not blocks:
+        if not any(tables[1::4]):
             hit = 0  # found, but never taken
-        return 1, blocks, _lines(t, request, outcome, tokens, hit, prefill, tables)
+        return 1, weight, _lines(t, request, outcome, tokens, hit, prefill, tables)
 
     def _write(self, lines: list[str], requests: int) -> None:
         try:

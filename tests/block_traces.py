@@ -41,7 +41,7 @@ def table_arguments(*tables: Sequence[int]) -> dict[str, Any]:
     for group, ids in enumerate(tables):
         blocks = [SimpleNamespace(block_id=block_id) for block_id in ids]
         flat += group, len(blocks), blocks[0] if blocks else None, blocks
-    return {"blocks": sum(map(len, tables)), "tables": flat}
+    return {"weight": sum(map(len, tables)), "tables": flat}
 
 
 def ended(request_id: str = "cmpl-1", prompt: int = 100) -> Any:

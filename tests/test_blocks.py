@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from implementations import QUEUES, DictBlock, SlotBlock, assert_order, walk
+from implementations import QUEUES, DictBlock, SlotBlock, assert_order, ids, walk
 
 from pyblockpool import FreeBlockQueue, reference
 from pyblockpool._queue import (
@@ -292,6 +292,47 @@ def test_code_that_runs_while_ids_are_read_may_use_the_queue(block_class: Any) -
         for subject in (queue, other):
             assert subject.check() == ""
             subject.popleft_n(subject.num_free_blocks)
+
+
+PLACEMENTS: list[dict[str, Any]] = [
+    {},
+    {"policy": "sorted"},
+    {"policy": "extent", "size": 2},
+]
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("verb", ["append", "append_n", "prepend_n"])
+@pytest.mark.parametrize("kind", ["slots", "dict", "no dict entry"])
+def test_a_block_whose_links_were_overwritten_is_not_queued_twice(
+    kind: str, verb: str, placement: dict[str, Any]
+) -> None:
+    """Behind our back: what a queue knows of its blocks counts, not what they say of themselves."""
+
+    @dataclass(slots=kind == "slots")
+    class Fresh:  # nobody has served its links yet
+        block_id: int
+        prev_free_block: Any = None
+        next_free_block: Any = None
+
+        def __repr__(self) -> str:
+            return f"<block {self.block_id}>"
+
+    slot = vars(Fresh)["prev_free_block"] if kind == "slots" else None
+    made = [Fresh(i) for i in range(6)]
+    queue = FreeBlockQueue(made, **placement)
+    free = ids(queue.get_all_free_blocks())
+    if slot is not None:
+        slot.__set__(made[1], None)
+    elif kind == "dict":
+        vars(made[1])["prev_free_block"] = None
+    else:
+        del vars(made[1])["prev_free_block"]
+    with pytest.raises(RuntimeError, match="block 1 is already queued"):
+        getattr(queue, verb)(made[1] if verb == "append" else [made[1]])
+    assert queue.num_free_blocks == 6
+    assert ids(queue.popleft_n(6)) == free
+    assert queue.num_free_blocks == 0
 
 
 def test_one_queue_holds_one_class_of_blocks() -> None:

@@ -29,7 +29,7 @@ from pyblockpool import __version__
 from pyblockpool.plugin import surface
 from pyblockpool.plugin.order import queue_stats
 from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings, assignments
-from pyblockpool.trace_writer import PREEMPTED, TraceWriter
+from pyblockpool.trace_writer import PREEMPTED, TOKENS_OF_A_BLOCK, TraceWriter
 
 Method = Callable[..., Any]
 
@@ -64,6 +64,7 @@ class Section:
         self._sees_steps = sees_steps
         status = import_module(surface.REQUEST).RequestStatus
         self._running, self._loading = status.RUNNING, status.WAITING_FOR_REMOTE_KVS
+        self._ended = {each for each in status if status.is_finished(each)}
         self._outcomes = {each: _outcome(status, each) for each in status}
         self._groups = list(enumerate(manager.coordinator.single_type_managers))
         # When the manager goes, or the process, whatever of both comes first: a process of
@@ -91,6 +92,8 @@ class Section:
                     self.waiting[request] = since, tokens, hit
                 elif request.status == self._loading:  # and will be scheduled without a search
                     self.waiting[request] = now, tokens, hit
+                elif request.status in self._ended:  # a connector still has its blocks
+                    self.prefilled[request] = hit, None
                 # else there was no room for it: there will be a search
         except Exception as error:
             self._give_up(manager, error)
@@ -115,15 +118,14 @@ class Section:
             if prefilled is None:
                 prefilled = self._without_prefill(request, now)
             outcome = self._outcomes[request.status]
-            is_on = self.writer.put_table(
-                now,
-                request if self._may_be_kept(request, outcome) else Slip(request),
-                outcome,
-                request.num_computed_tokens,
-                prefilled,
-                blocks,
-                tables,
-            )
+            tokens = request.num_computed_tokens
+            if self._may_be_kept(request, outcome):
+                kept = request
+                # It holds all tokens of the prompt, computed or not.
+                weight = blocks + (request.num_prompt_tokens + tokens) // TOKENS_OF_A_BLOCK
+            else:
+                kept, weight = Slip(request), blocks
+            is_on = self.writer.put_table(now, kept, outcome, tokens, prefilled, weight, tables)
             if not is_on:
                 self._leave(manager)
         except Exception as error:

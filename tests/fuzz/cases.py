@@ -22,6 +22,8 @@ SETTINGS: dict[str, Any] = {
 }
 # A case that takes more processor time than this hangs: a busy machine cannot make it.
 SECONDS = 60
+# So much longer by the clock hangs, too: it waits for something.
+PATIENCE = 20
 # A look at the specification takes as long as the square of the number of blocks.
 LOOK_BLOCKS = 500_000
 MEMORY = 3 << 30
@@ -119,14 +121,22 @@ def in_a_child(play: Callable[[], None], seconds: int = SECONDS) -> str:
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
         name = signal.Signals(number).name
-        return f"does not end in {seconds} s" if number == signal.SIGPROF else f"killed by {name}"
+        return (
+            f"does not end in {seconds} s"
+            if number in (signal.SIGPROF, signal.SIGALRM)
+            else f"killed by {name}"
+        )
     return said if said or not status else f"exits with {os.waitstatus_to_exitcode(status)}"
 
 
 def limit_time(seconds: float) -> None:
-    """Of the processor, from now on: SIGPROF ends the process then."""
-    signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    """Of the processor, from now on: SIGPROF ends the process then, or SIGALRM much later."""
+    for name, timer, limit in (
+        (signal.SIGPROF, signal.ITIMER_PROF, seconds),
+        (signal.SIGALRM, signal.ITIMER_REAL, PATIENCE * seconds),
+    ):
+        signal.signal(name, signal.SIG_DFL)
+        signal.setitimer(timer, limit)
 
 
 def limit_memory() -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import campaign
+import cases
 import pytest
 from cases import FOLDER, Case, in_a_child, outcome, replay
 from implementations import HAS_VLLM, QUEUES
@@ -139,16 +140,18 @@ def test_what_hangs_fails() -> None:
 
 def test_a_batch_that_hangs_is_found(console: Console, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PatientReference, "forget_hashes", never_end)
-    monkeypatch.setattr(campaign, "BATCH_SECONDS", 2)
-    monkeypatch.setattr(campaign, "CRASH_SECONDS", 4)
+    monkeypatch.setattr(campaign, "BATCH_SECONDS", 10)
+    monkeypatch.setattr(campaign, "CRASH_SECONDS", 20)
     failure = one_worker(console, "queue", "extent").run()
     assert failure is not None
-    assert failure.case.found == "does not end in 4 s"
+    assert failure.case.found == "does not end in 20 s"
     assert failure.case.operations[-1][0] == "forget_hashes"
 
 
-def test_waiting_for_the_processor_is_no_hang() -> None:
+def test_waiting_for_the_processor_is_no_hang(monkeypatch: pytest.MonkeyPatch) -> None:
     assert in_a_child(lambda: time.sleep(2), seconds=1) == ""
+    monkeypatch.setattr(cases, "PATIENCE", 1)
+    assert in_a_child(lambda: time.sleep(60), seconds=1) == "does not end in 1 s"
 
 
 def test_the_command(

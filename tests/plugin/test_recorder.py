@@ -489,6 +489,31 @@ def test_prefill_behind_blocks_that_are_loaded(
     ]
 
 
+def test_an_end_whose_blocks_a_connector_still_holds(
+    model: Path, trace: Path, switch_on: Callable[..., None], clock: Clock
+) -> None:
+    """They are given up in a later step; what was found in the prefix cache is told anyway."""
+    from vllm.v1.request import RequestStatus
+
+    switch_on()
+    subject = make_scheduler(model, num_blocks=48)
+    manager = subject.kv_cache_manager
+    prompt = tokens(1, 3 * BLOCK_SIZE)
+    subject.add_request(make_request("first", prompt, 1))
+    clock.step(subject)
+    request = make_request("held", [*prompt, 1, 2], 9)
+    computed = manager.get_computed_blocks(request)
+    manager.allocate_slots(request, 2, 3 * BLOCK_SIZE, computed[0])
+    request.status = RequestStatus.FINISHED_ABORTED
+    for _ in range(2):
+        subject.add_request(make_request(f"other {clock.now}", tokens(2, 20), 1))
+        clock.step(subject)
+    manager.free(request)
+    close(subject)
+    (line,) = (each for each in requests_of(trace) if each["request"] == "held")
+    assert (line["outcome"], line["hit"], line["prefill"]) == ("abort", 3 * BLOCK_SIZE, None)
+
+
 def test_a_step_that_fails(
     model: Path, trace: Path, switch_on: Callable[..., None], clock: Clock
 ) -> None:
@@ -871,6 +896,27 @@ def give_embeddings(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def let_the_disk_hang(request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trace_writer, "MANY_WAITING", -1)
+
+
+def test_what_a_kept_request_weighs(
+    model: Path, trace: Path, switch_on: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All tokens of its prompt are in memory, also where it has no block: it never ran."""
+    monkeypatch.setattr(trace_writer, "INTERVAL", 3600.0)
+    switch_on()
+    subject = make_scheduler(model, num_blocks=48)
+    section = recorder.section_of(subject.kv_cache_manager)
+    assert section is not None
+    subject.add_request(make_request("cmpl-1", tokens(1, 160), 9))
+    finish(subject, "cmpl-1")
+    assert section.writer._came_in == trace_writer._RECORD + 160 // trace_writer.TOKENS_OF_A_BLOCK
+    monkeypatch.setattr(trace_writer, "MANY_WAITING", trace_writer._RECORD)
+    subject.add_request(make_request("cmpl-2", tokens(2, 160), 9))
+    finish(subject, "cmpl-2")
+    assert section.writer._came_in == 2 * trace_writer._RECORD + 10
+    close(subject)
+    assert section.writer._left == section.writer._came_in
+    assert [line["request"] for line in requests_of(trace)] == ["cmpl-1", "cmpl-2"]
 
 
 @pytest.mark.parametrize(
