@@ -7,7 +7,7 @@ import copy
 import gc
 import pickle
 from abc import ABCMeta
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from typing import Any
 
 import pytest
@@ -308,18 +308,12 @@ def test_a_block_whose_links_were_overwritten_is_not_queued_twice(
     kind: str, verb: str, placement: dict[str, Any]
 ) -> None:
     """Behind our back: what a queue knows of its blocks counts, not what they say of themselves."""
-
-    @dataclass(slots=kind == "slots")
-    class Fresh:  # nobody has served its links yet
-        block_id: int
-        prev_free_block: Any = None
-        next_free_block: Any = None
-
-        def __repr__(self) -> str:
-            return f"<block {self.block_id}>"
-
-    slot = vars(Fresh)["prev_free_block"] if kind == "slots" else None
-    made = [Fresh(i) for i in range(6)]
+    has_slots = kind == "slots"
+    # A class of its own: nobody has served the links of its blocks yet.
+    fields = [(name, Any, None) for name in ("block_id", "prev_free_block", "next_free_block")]
+    fresh: Any = make_dataclass("Fresh", fields, slots=has_slots, repr=False)
+    slot = vars(fresh)["prev_free_block"] if has_slots else None
+    made = [fresh(i) for i in range(6)]
     queue = FreeBlockQueue(made, **placement)
     free = ids(queue.get_all_free_blocks())
     if slot is not None:

@@ -38,7 +38,7 @@ SHORT = [(tokens(seed, 90), 200) for seed in range(60, 64)]
 # Of these the pool holds one: together they take seconds, whatever the machine does meanwhile.
 ENDLESS = [(tokens(seed, 90), 1300) for seed in range(64, 68)]
 CROWD = [request for pair in zip(ENDLESS, SHORT, strict=True) for request in pair]
-PATIENCE = 60  # seconds until what does not answer counts as hanging
+PATIENCE = 300  # seconds until what does not answer counts as hanging
 
 
 def cores(client: Any) -> list[int]:
