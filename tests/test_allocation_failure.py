@@ -31,6 +31,8 @@ class Allocator:
 
     fail: Callable[[int, int], None]
     stop: Callable[[], None]
+    # How many there were since `fail()`, where that is known.
+    made: Callable[[], int] = lambda: 0
 
 
 def of_python(_module: ModuleType) -> Allocator:
@@ -44,7 +46,9 @@ def of_cxx(module: ModuleType) -> Allocator:
         pytest.skip("not built with PYBLOCKPOOL_FAILING_NEW")
     fail = library.pyblockpool_fail_new
     fail.argtypes = [ctypes.c_longlong, ctypes.c_longlong]
-    return Allocator(fail, lambda: fail(0, 0))
+    made = library.pyblockpool_news
+    made.restype = ctypes.c_longlong
+    return Allocator(fail, lambda: fail(0, 0), made)
 
 
 ALLOCATORS = {"python": of_python, "c++": of_cxx}
@@ -63,12 +67,14 @@ def outcomes(
     for first in count(1):
         call = prepare()
         answer: Any = NoMemory
+        made = 0
         gc.disable()  # it would call what others have registered, and fail there
         stop = allocator.stop
         try:
             allocator.fail(first, first + 1 if once else 0)
             try:
                 answer = call()
+                made = allocator.made()
             finally:
                 stop()
         except MemoryError:
@@ -80,6 +86,7 @@ def outcomes(
         del call
         yield answer
         if answer is not NoMemory:
+            assert made < first, "it goes on although an allocation has failed"
             return
         assert first < 500, "it fails for another reason"
 

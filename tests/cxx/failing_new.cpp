@@ -24,7 +24,7 @@ __attribute__((visibility("default"))) void pyblockpool_fail_new(long long first
   end_of_failures = end;
 }
 
-// How many calls there were since then.
+// How many calls there were since then: a test that ends before them has tried them all.
 __attribute__((visibility("default"))) long long pyblockpool_news() { return made; }
 
 void* __wrap__Znwm(std::size_t size) {

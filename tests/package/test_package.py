@@ -174,14 +174,16 @@ def wheel_of(
 
 
 @pytest.fixture(scope="session", autouse=True)
-def dist(work: Path) -> Iterator[Path]:
-    """What has passed, at the end."""
-    passed = work / "dist"
-    passed.mkdir()
-    yield passed
+def dist(work: Path, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """What was tested; outside of here only when all has passed."""
+    tested = work / "dist"
+    tested.mkdir()
+    yield tested
     if out := os.environ.get("PYBLOCKPOOL_DIST"):
-        shutil.rmtree(out, ignore_errors=True)
-        shutil.copytree(passed, out)
+        for old in Path(out).glob("pyblockpool-*"):
+            old.unlink()
+        if not request.session.testsfailed:
+            shutil.copytree(tested, out, dirs_exist_ok=True)
 
 
 def test_the_source_distribution_is_the_checkout(sdist: Path, files: list[str], dist: Path) -> None:
