@@ -99,11 +99,13 @@ def test_threads_do_not_break_a_queue(block_class: Any, placement: dict[str, Any
 class Meddler:
     """Runs `meddle` once, when it goes, be it by its last reference or by the garbage collector."""
 
-    def __init__(self, meddle: Callable[[], Any]) -> None:
+    def __init__(self, meddle: Callable[[], Any], done: list[bool]) -> None:
         self._meddle = meddle
+        self._done = done
         self.itself = self
 
     def __del__(self) -> None:
+        self._done.append(True)
         with contextlib.suppress(*REFUSALS):
             self._meddle()
 
@@ -135,9 +137,15 @@ def few_objects() -> Iterator[None]:
     gc.unfreeze()
 
 
+# Only who takes blocks over overwrites an old link: the others refuse the block.
+TRIGGERS = [
+    *(("collector", verb) for verb in ("append_n", "prepend_n", "popleft_n", "FreeBlockQueue")),
+    ("link", "FreeBlockQueue"),
+]
+
+
 @pytest.mark.usefixtures("few_objects")
-@pytest.mark.parametrize("trigger", ["collector", "link"])
-@pytest.mark.parametrize("verb", ["append_n", "prepend_n", "popleft_n", "FreeBlockQueue"])
+@pytest.mark.parametrize(("trigger", "verb"), TRIGGERS)
 @pytest.mark.parametrize("meddling", MEDDLINGS)
 @pytest.mark.parametrize("block_class", [SlotBlock, DictBlock])
 def test_destructors_in_the_middle_of_a_call(
@@ -145,13 +153,17 @@ def test_destructors_in_the_middle_of_a_call(
 ) -> None:
     """Of garbage, which Python before 3.12 collects wherever something is allocated, and of the
     link that a block had before it came to the queue."""
+    if trigger == "collector" and sys.version_info >= (3, 12):
+        pytest.skip("this Python collects between instructions, and so in none of these calls")
+    in_a_call: list[bool] = []
     for countdown in range(1, 12 if trigger == "collector" else 2):
         made = [block_class(i) for i in range(12)]
         queue, other = FreeBlockQueue(made[:6]), FreeBlockQueue([])
         queue.popleft()
         batch = [made[0], *made[8:12]]
         gc.collect()
-        meddler = Meddler(meddlings(queue, other, made)[meddling])
+        done: list[bool] = []
+        meddler = Meddler(meddlings(queue, other, made)[meddling], done)
         call: dict[str, Callable[[], Any]] = {
             "append_n": lambda: queue.append_n(batch),  # noqa: B023
             "prepend_n": lambda: queue.prepend_n(batch),  # noqa: B023
@@ -170,6 +182,7 @@ def test_destructors_in_the_middle_of_a_call(
         except REFUSALS:
             pass
         finally:
+            in_a_call += done
             gc.set_threshold(*before)
         gc.collect()
         queues = [queue, other] + ([built] if isinstance(built, FreeBlockQueue) else [])
@@ -180,6 +193,7 @@ def test_destructors_in_the_middle_of_a_call(
             assert walk(each) == ids(each.get_all_free_blocks())
         queued = [block for each in queues for block in each.get_all_free_blocks()]
         assert len({id(block) for block in queued}) == len(queued), "a block is in two queues"
+    assert in_a_call
 
 
 def test_a_class_that_is_withdrawn_while_its_blocks_are_admitted() -> None:
@@ -241,7 +255,7 @@ def test_no_module_says_that_it_needs_no_lock(module: ModuleType) -> None:
 def test_no_source_says_so_either() -> None:
     """Before Python 3.13 the compiled modules could not."""
     sources = Path(__file__).parent.parent / "csrc"
-    texts = [path.read_text() for path in sources.iterdir()]
+    texts = [path.read_text() for path in sources.glob("*.[chp]*")]
     assert len(texts) > 4
     for text in texts:
         assert "freethreading_compatible" not in text
