@@ -950,6 +950,7 @@ def test_what_is_kept_of_a_request(
     gc.collect()
     assert (alive() is not None) == kept
     close(subject)
+    gc.collect()  # a request of vLLM 0.13 holds itself
     assert alive() is None
     (line,) = requests_of(trace)
     assert (line["request"], line["prompt"], line["tokens"]) == ("cmpl-1", 40, 40)
