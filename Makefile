@@ -47,17 +47,17 @@ upstream: install
 	$(BIN)/python tests/upstream/upstream_compare.py --workers $(WORKERS) \
 	  --queue native native:sorted native:extent
 
-# Other releases of vLLM from their sources; saved, and set into the documents. Five minutes a release.
+# Other releases of vLLM from their sources; saved, and set into the documents whatever comes of it. Five minutes a
+# release.
 COMPAT := PYTHONPATH=$(CURDIR)/bench:$(CURDIR)/tests/upstream $(BIN)/python tests/compat/compat.py --workers $(WORKERS)
 
 compat: install
-	$(COMPAT) $(if $(VERSIONS),--versions $(VERSIONS))
-	$(BIN)/python bench/table.py
+	$(COMPAT) $(if $(VERSIONS),--versions $(VERSIONS)); status=$$?; $(BIN)/python bench/table.py && exit $$status
 
 # Real engines, of wheels that are built for the installed PyTorch.
 compat-engine: install
-	$(COMPAT) --parts engine --versions $(or $(VERSIONS),0.28.0 0.31.0)
-	$(BIN)/python bench/table.py
+	$(COMPAT) --parts engine --versions $(or $(VERSIONS),0.28.0 0.31.0); status=$$?; \
+	  $(BIN)/python bench/table.py && exit $$status
 
 cxx: $(VENV)/.env
 	$(BIN)/cmake -S . -B build/cxx -DCMAKE_BUILD_TYPE=Debug -DPYBLOCKPOOL_EXTENSION=OFF \

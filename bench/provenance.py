@@ -19,8 +19,11 @@ MEASURED = (
 )
 
 
-def provenance() -> dict[str, str | None]:
+def provenance(*more: str) -> dict[str, str | None]:
     """What a saved result says of itself.
+
+    Args:
+        more: further paths, from the root of the sources, that decide what is measured.
 
     None stands for what is not there: vllm or torch, a GPU that torch can use, a commit where the
     sources are no git checkout. vLLM changes settings of PyTorch when it is imported, as it is
@@ -28,7 +31,7 @@ def provenance() -> dict[str, str | None]:
     """
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
-        "commit": _commit(),
+        "commit": _commit(*MEASURED, *more),
         "cpu": f"{_cpu()}, {os.cpu_count()} cores",
         "gpu": _gpu(),
         "python": platform.python_version(),
@@ -38,14 +41,14 @@ def provenance() -> dict[str, str | None]:
     }
 
 
-def _commit() -> str | None:
+def _commit(*measured: str) -> str | None:
     def git(*arguments: str) -> str:
         command = ["git", *arguments]
         ran = subprocess.run(command, capture_output=True, text=True, check=True, cwd=ROOT)
         return ran.stdout.strip()
 
     try:
-        dirty = "+changes" if git("status", "--porcelain", "--", *MEASURED) else ""
+        dirty = "+changes" if git("status", "--porcelain", "--", *measured) else ""
         return git("rev-parse", "--short", "HEAD") + dirty
     except (OSError, subprocess.CalledProcessError):
         return None

@@ -374,42 +374,85 @@ def transfer_table(results: dict[str, Any]) -> list[str]:
 
 
 def compat_table(results: dict[str, Any]) -> list[str]:
-    lines = [
-        "| vLLM | `native`, order reset | `sorted`, `extent` | block trace | lazy CPU offload "
-        "| tests of ours | vLLM's own tests, its queue / ours | engines on the CPU |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    """A column without any result is left out."""
+    names = [
+        *("vLLM", "`native`, order reset", "`sorted`, `extent`", "block trace", "lazy CPU offload"),
+        *("tests of ours", "vLLM's own tests, its queue / ours", "engines on the CPU"),
     ]
-    for version, found in results["releases"].items():
-        if "scene" not in found or "error" in found["scene"]:
-            raise ValueError(f"the scene of vLLM {version} has not come to its end")
-        scene = found["scene"]
-        verdicts, lives = scene["verdicts"], scene["lives"]
-
-        def cell(*values: str, verdicts: Any = verdicts, lives: Any = lives) -> str:
-            if any(verdicts[value] for value in values):
-                return "refused"
-            return "differs" if any(lives.get(value) for value in values) else "yes"
-
-        cells = [
-            cell("python", "native"),
-            cell("native:sorted", "native:extent"),
-            "not run" if cell("python") == "refused" else cell("trace"),
-            {None: "-", "": "yes"}.get(scene["walk"], "differs"),
+    rows = [
+        [
+            version,
+            *scene_cells(found.get("scene")),
             tests_cell(found.get("ours")),
             upstream_cell(found.get("upstream")),
             tests_cell(found.get("engine")),
         ]
-        lines.append(f"| {version} | {' | '.join(cells)} |")
-    parts = [part for found in results["releases"].values() for part in found.values()]
-    commits = ", ".join(sorted({part["commit"] for part in parts}))
-    return [*lines, "", provenance(results | {"vllm": None, "commit": commits})]
+        for version, found in results["releases"].items()
+    ]
+    columns = [
+        [name, "---", *cells]
+        for name, *cells in zip(names, *rows, strict=True)
+        if not {*cells} <= {"not run", "-"}
+    ]
+    lines = [f"| {' | '.join(cells)} |" for cells in zip(*columns, strict=True)]
+    return [*lines, "", *compat_provenances(results)]
+
+
+def compat_provenances(results: dict[str, Any]) -> list[str]:
+    """Where the parts are from: one line for all that differ in their commit only."""
+    top = {name: results[name] for name in results if name != "releases"}
+    commits: dict[str, set[str]] = {}
+    for found in results["releases"].values():
+        for part in found.values():
+            # Older parts tell their commit alone.
+            origin = part.get("provenance", top) | {"vllm": None, "commit": None}
+            known = commits.setdefault(json.dumps(origin, sort_keys=True), set())
+            known.add(part["commit"] or "no commit")
+    return [
+        provenance(json.loads(origin) | {"commit": ", ".join(sorted(known))})
+        for origin, known in commits.items()
+    ]
+
+
+def scene_cells(scene: dict[str, Any] | None) -> list[str]:
+    """What the plugin says and does; "no result" for what the scene did not come to."""
+    if scene is None:
+        return ["not run"] * 4
+    verdicts, lives = scene.get("verdicts", {}), scene.get("lives", {})
+
+    def cell(*values: str) -> str:
+        if not verdicts:
+            return "no result"
+        if any(verdicts[value] for value in values):
+            return "refused"
+        told = [lives.get(value) for value in values]
+        if any(told):
+            return "differs"
+        return "no result" if None in told else "yes"
+
+    if not verdicts:
+        trace = "no result"
+    elif verdicts["python"]:
+        trace = "not run"
+    else:
+        trace = "refused" if verdicts["trace"] else "yes"
+    walk = "no result"
+    if "walk" in scene:
+        walk = {None: "-", "": "yes"}.get(scene["walk"], "differs")
+    return [cell("python", "native"), cell("native:sorted", "native:extent"), trace, walk]
 
 
 def tests_cell(ran: dict[str, Any] | None) -> str:
     if ran is None:
         return "not run"
-    failed = f", {len(ran['failed'])} failed" if ran["failed"] else ""
-    return f"{ran['passed']} passed{failed}"
+    if ran.get("problems"):
+        return "no result"
+    counts = [
+        (ran["passed"], "passed"),
+        (ran["skipped"], "skipped"),
+        (len(ran["failed"]), "failed"),
+    ]
+    return ", ".join(f"{count} {what}" for count, what in counts if count or what == "passed")
 
 
 def upstream_cell(ran: dict[str, Any] | None) -> str:

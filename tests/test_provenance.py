@@ -78,5 +78,10 @@ def test_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert provenance()["commit"] == commit  # results do not change what is measured
     (tmp_path / "bench" / "a.py").write_text("2")
     assert provenance()["commit"] == f"{commit}+changes"
+    (tmp_path / "bench" / "a.py").write_text("1")
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests" / "a.py").write_text("1")
+    assert provenance()["commit"] == commit
+    assert provenance("tests")["commit"] == f"{commit}+changes"
     monkeypatch.setenv("PATH", "")
     assert provenance()["commit"] is None  # no git

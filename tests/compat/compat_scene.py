@@ -15,12 +15,14 @@ import random
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from scheduler_alone import BLOCK_SIZE, full_attention, make_request, make_scheduler, schedule
 
+from pyblockpool import FreeBlockQueue
 from pyblockpool.errors import BlockQueueError
 from pyblockpool.plugin import entry
 from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE
@@ -57,6 +59,9 @@ def verdict(variables: dict[str, str]) -> str:
 
 def life(model: Path, watch: Callable[[Any], None]) -> dict[str, Any]:
     """Requests come, share prefixes, are preempted, aborted and end, in a pool that is too small.
+
+    Args:
+        watch: called with the pool after each step.
 
     Returns:
         ``rounds``: two of them, each all that can be seen: the tables after each step, what the
@@ -115,8 +120,11 @@ def life(model: Path, watch: Callable[[Any], None]) -> dict[str, Any]:
     }
 
 
-def keep_whole(pool: Any) -> None:
+def keep_whole(pool: Any, value: str = "") -> None:
+    """The queue is the one that this value asks for ("": vLLM's), and nothing in it is broken."""
     queue = pool.free_block_queue
+    is_ours = type(queue) is FreeBlockQueue
+    assert is_ours == value.startswith("native"), f"under {value!r} a {type(queue)}"
     check: Callable[[], str] = getattr(queue, "check", str)
     broken = check()
     assert not broken, broken
@@ -138,8 +146,8 @@ def compare_lives(model: Path, values: list[str]) -> dict[str, str]:
     for value in values:
         try:
             with switched_on({QUEUE_VARIABLE: value}):
-                lives[value] = life(model, keep_whole)
-        except (AssertionError, BlockQueueError) as error:
+                lives[value] = life(model, partial(keep_whole, value=value))
+        except Exception as error:  # whatever vLLM raises with our queue is a finding
             found[value] = f"{type(error).__name__}: {error}"
             continue
         found[value] = ""
@@ -147,6 +155,8 @@ def compare_lives(model: Path, values: list[str]) -> dict[str, str]:
         if value in ("python", "native"):
             if lives[value]["rounds"][0] != stock["rounds"][0]:
                 found[value] = "other blocks than with vLLM's queue"
+            elif "python" not in lives:
+                found[value] = "no life under python to compare an order reset with"
             elif lives[value] != lives["python"]:
                 found[value] = "other blocks than with vLLM's queue after an order reset"
         if value != "native:extent" and lives[value]["last"] != ordered:
@@ -154,8 +164,12 @@ def compare_lives(model: Path, values: list[str]) -> dict[str, str]:
     return found
 
 
-def lazy_walk(model: Path) -> list[Any]:
-    """vLLM's own lazy CPU offload walks the free queue of a pool whose blocks come and go."""
+def lazy_walk(model: Path, watch: Callable[[Any], None]) -> list[Any]:
+    """vLLM's own lazy CPU offload walks the free queue of a pool whose blocks come and go.
+
+    Args:
+        watch: called with the pool after each step.
+    """
     from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
@@ -220,7 +234,7 @@ def lazy_walk(model: Path) -> list[Any]:
             stored.append([pool.blocks[block_id] for block_id in gpu_ids])
         if stored and chance.random() < 0.6:  # the copies are made: the blocks are given back
             pool.free_blocks(stored.pop(0))
-        keep_whole(pool)
+        watch(pool)
     assert sum(len(gpu_ids) for gpu_ids, _, _ in seen) > 20, seen
     return seen
 
@@ -229,26 +243,33 @@ def compare_walks(model: Path, value: str) -> str | None:
     """What is wrong with the walk under this value; None where this vLLM has no such offload."""
     if find_spec("vllm.v1.simple_kv_offload") is None:
         return None
-    stock = lazy_walk(model)
-    with switched_on({QUEUE_VARIABLE: value}):
-        ours = lazy_walk(model)
+    stock = lazy_walk(model, keep_whole)
+    try:
+        with switched_on({QUEUE_VARIABLE: value}):
+            ours = lazy_walk(model, partial(keep_whole, value=value))
+    except Exception as error:  # whatever vLLM raises with our queue is a finding
+        return f"{type(error).__name__}: {error}"
     return "" if ours == stock else "other blocks are offloaded than with vLLM's queue"
 
 
 def main(model: Path, result: Path) -> None:
+    """What is known is written as soon as it is: a scene that breaks keeps what came before."""
     import vllm
+
+    told: dict[str, Any] = {"vllm": vllm.__version__, "file": vllm.__file__}
+
+    def tell(name: str, finding: Any) -> None:
+        told[name] = finding
+        new = result.with_suffix(".new")
+        new.write_text(json.dumps(told, indent=2), encoding="utf-8")
+        new.replace(result)
 
     verdicts = {value: verdict({QUEUE_VARIABLE: value}) for value in VALUES}
     verdicts[TRACE] = verdict({TRACE_VARIABLE: str(result.with_suffix(".trace"))})
+    tell("verdicts", verdicts)
     works = [value for value in VALUES if not verdicts[value]]
-    told: dict[str, Any] = {
-        "vllm": vllm.__version__,
-        "file": vllm.__file__,
-        "verdicts": verdicts,
-        "lives": compare_lives(model, works) if works else {},
-        "walk": compare_walks(model, "native") if works else None,
-    }
-    result.write_text(json.dumps(told, indent=2), encoding="utf-8")
+    tell("lives", compare_lives(model, works) if works else {})
+    tell("walk", compare_walks(model, "native") if "native" in works else None)
 
 
 if __name__ == "__main__":
