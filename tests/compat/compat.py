@@ -131,7 +131,8 @@ def run_logged(
         log.open("w") as output,
         subprocess.Popen(
             command,
-            cwd=ROOT,
+            # Not the checkout: `python -m`, as vLLM calls it, would find our source folder there.
+            cwd=log.parent,
             env=environment,
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -187,7 +188,9 @@ def run_tests_of_ours(
         *(str(Path(sys.executable).with_name("pytest")), "--quiet", "-p", "no:cacheprovider"),
         # An older vLLM on today's packages warns of what is none of ours.
         *("-p", "compat_proof", "-W", "default"),
-        *(f"--numprocesses={workers}", f"--junit-xml={junit}", *tests),
+        *(f"--rootdir={ROOT}", f"--config-file={ROOT / 'pyproject.toml'}"),
+        *(f"--numprocesses={workers}", f"--junit-xml={junit}"),
+        *(str(ROOT / test) for test in tests),
     ]
     variables = environment(tree, cache) | {"COMPAT_PROOF": str(proof)}
     status = run_logged(command, variables, log, TESTS_SECONDS)

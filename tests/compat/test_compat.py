@@ -257,6 +257,7 @@ def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     tree = tmp_path / "cache" / "vllm-0.30.0"
     (tree / "vllm").mkdir(parents=True)
     (tree / "vllm" / "__init__.py").write_text("")
+    (tmp_path / "pyproject.toml").write_text("[tool.pytest.ini_options]\n")
     tests = tmp_path / "tests"
     tests.mkdir()
     (tests / "test_a.py").write_text("import vllm\n\ndef test_a(): pass\ndef test_b(): pass\n")
