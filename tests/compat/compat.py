@@ -111,7 +111,8 @@ def environment(tree: Path, cache: Path) -> dict[str, str]:
     """Of a process in which this release is what `import vllm` finds."""
     dropped = ("PYTEST_", "VLLM_")
     kept = {key: value for key, value in os.environ.items() if not key.startswith(dropped)}
-    path = [str(tree), *filter(None, [kept.get("PYTHONPATH")]), str(ROOT / "bench"), str(HERE)]
+    ours = map(str, (ROOT / "bench", HERE.parent, HERE.parent / "plugin", HERE))
+    path = [str(tree), *filter(None, [kept.get("PYTHONPATH")]), *ours]
     return kept | {
         "PYTHONPATH": os.pathsep.join([*path, str(fetch_old_requirements(cache))]),
         "PYTHONHASHSEED": "0",  # older releases draw the first hash of a chain anew without it

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from pools import give_hash
 from scheduler_alone import BLOCK_SIZE, full_attention, make_request, make_scheduler, schedule
 
 from pyblockpool import FreeBlockQueue
@@ -172,7 +173,6 @@ def lazy_walk(model: Path, watch: Callable[[Any], None]) -> list[Any]:
     """
     from vllm.config import CacheConfig, KVTransferConfig, ModelConfig, VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import BlockHash, make_block_hash_with_group_id
     from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
     from vllm.v1.simple_kv_offload.manager import SimpleCPUOffloadScheduler
 
@@ -217,13 +217,7 @@ def lazy_walk(model: Path, watch: Callable[[Any], None]) -> list[Any]:
         if what < 0.5 and n <= pool.get_num_free_blocks():
             taken = pool.get_new_blocks(n)
             for block in taken[: chance.randint(0, n)]:
-                number = 100 * at + block.block_id
-                key = make_block_hash_with_group_id(BlockHash(number.to_bytes(32, "big")), 0)
-                if hasattr(block, "set_block_hash"):
-                    block.set_block_hash(key, BLOCK_SIZE)
-                else:
-                    block.block_hash = key
-                pool.cached_block_hash_to_block.insert(key, block)
+                give_hash(pool, block, 100 * at + block.block_id)
             resident.append(taken)
         elif resident:
             pool.free_blocks(reversed(resident.pop(chance.randrange(len(resident)))))
