@@ -97,12 +97,19 @@ class Runs:
     def _add_runs(
         self, tables: int, blocks: int, neighbours: int, runs: int, runs_either: int, longest: int
     ) -> None:
-        self.tables += tables
-        self.blocks += blocks
-        self.neighbours += neighbours
-        self.runs += runs
-        self.runs_either += runs_either
-        self.longest_run = max(self.longest_run, longest)
+        # All sums before the first is kept: without memory for one of them, nothing is added.
+        tables += self.tables
+        blocks += self.blocks
+        neighbours += self.neighbours
+        runs += self.runs
+        runs_either += self.runs_either
+        longest = max(longest, self.longest_run)
+        self.tables = tables
+        self.blocks = blocks
+        self.neighbours = neighbours
+        self.runs = runs
+        self.runs_either = runs_either
+        self.longest_run = longest
 
 
 @dataclass
@@ -159,10 +166,13 @@ class Contiguity(Runs):
 
     def _add(self, tables: int, figures: tuple[int, int, int, int, int, int, int, int]) -> None:
         *runs, tiles, packed_tiles, highest_id = figures
+        tiles += self.tiles
+        packed_tiles += self.packed_tiles
+        highest_id = max(highest_id, self.highest_id)
         self._add_runs(tables, *runs)
-        self.tiles += tiles
-        self.packed_tiles += packed_tiles
-        self.highest_id = max(self.highest_id, highest_id)
+        self.tiles = tiles
+        self.packed_tiles = packed_tiles
+        self.highest_id = highest_id
 
     @property
     def tile_amplification(self) -> float:

@@ -325,7 +325,7 @@ def test_a_table_that_is_refused_without_memory() -> None:
 
 
 @once_or_on
-def test_sums_without_memory(once: bool) -> None:
+def test_figures_to_add_without_memory(once: bool) -> None:
     """Nothing is added where the figures cannot be had."""
     allocator = of_cxx(_contiguity)
     figures, copies = Contiguity(tile=8), Copies()
@@ -337,3 +337,36 @@ def test_sums_without_memory(once: bool) -> None:
         before = [vars(figures).copy(), vars(copies).copy()]
         for answer in outcomes(allocator, once, lambda: call):  # noqa: B023
             assert ([vars(figures), vars(copies)] == before) == (answer is NoMemory)
+
+
+class Unsummable:
+    """A sum so far for which there is no memory once something is added to it."""
+
+    def __radd__(self, other: object) -> int:
+        raise MemoryError
+
+    __add__ = __gt__ = __lt__ = __radd__
+
+
+@pytest.mark.parametrize(
+    ("figures", "add"),
+    [
+        (Contiguity(tile=8), lambda figures: figures.add([1, 2, 3])),
+        (Contiguity(tile=8), lambda figures: figures.add_all([[1, 2, 3], [4]])),
+        (Copies(), lambda copies: copies.add([1, 2, 3], [4, 5, 6])),
+    ],
+)
+def test_sums_without_memory(figures: Any, add: Callable[[Any], None]) -> None:
+    """Nothing is added where one of the sums cannot be had, whichever it is."""
+    names = vars(figures).keys() - {"tile"}
+    for name in names:
+        before = {**vars(figures), name: Unsummable()}
+        whole = getattr(figures, name)
+        setattr(figures, name, before[name])
+        with pytest.raises(MemoryError):
+            add(figures)
+        assert vars(figures) == before
+        setattr(figures, name, whole)
+    add(figures)
+    assert figures.tables > 0
+    assert names >= {"tables", "blocks", "neighbours", "runs", "runs_either", "longest_run"}
