@@ -199,6 +199,8 @@ class Recorder:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._sections: weakref.WeakSet[Section] = weakref.WeakSet()
+        # Each lives as long as its thread, which can be longer than its section.
+        self._writers: weakref.WeakSet[TraceWriter] = weakref.WeakSet()
 
     def close(self) -> None:
         """End all sections."""
@@ -269,12 +271,19 @@ class Recorder:
 
     def _open(self, path: str, header: dict[str, Any]) -> TraceWriter:
         try:
-            return TraceWriter(path, header, surface.log().warning)
+            writer = TraceWriter(path, header, surface.log().warning)
         except BlockingIOError:
-            if all(section.writer.is_over for section in self._sections):
+            if not list(self._writers):
                 raise
-        gc.collect()  # an engine of this process that was dropped may be a cycle, and still there
-        return TraceWriter(path, header, surface.log().warning)
+            # The file may be that of an engine of this process that was dropped: a cycle that is
+            # still there, or one that is just being ended, by a thread that does not wait for it.
+            gc.collect()
+            for other in list(self._writers):
+                if other.is_over:
+                    other.close()
+            writer = TraceWriter(path, header, surface.log().warning)
+        self._writers.add(writer)
+        return writer
 
 
 def before_freeing(original: Method) -> Method:

@@ -704,6 +704,36 @@ def test_an_engine_that_is_garbage_does_not_keep_the_file(
     assert warnings() == []
 
 
+@pytest.mark.parametrize("kept", [True, False])
+def test_an_engine_whose_recording_is_just_being_ended(
+    model: Path,
+    trace: Path,
+    switch_on: Callable[..., None],
+    warnings: Warnings,
+    monkeypatch: pytest.MonkeyPatch,
+    kept: bool,
+) -> None:
+    """By a thread that does not wait for it, as that of the file itself may be."""
+    switch_on()
+    first = make_scheduler(model, num_blocks=48)
+    section = recorder.section_of(first.kv_cache_manager)
+    assert section is not None
+    end = section.writer._write_end
+
+    def end_slowly(why: str) -> None:
+        time.sleep(0.3)
+        end(why)
+
+    monkeypatch.setattr(section.writer, "_write_end", end_slowly)
+    section.writer.stop()
+    section.close.cancel()
+    if not kept:
+        del first, section
+    close(make_scheduler(model, num_blocks=64))
+    assert [line.get("num_blocks") for line in lines_of(trace)] == [48, None, 64, None]
+    assert warnings() == []
+
+
 def test_the_process_in_the_name(
     model: Path, tmp_path: Path, switch_on: Callable[..., None]
 ) -> None:
