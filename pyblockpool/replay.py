@@ -10,6 +10,7 @@ preempted, as by vLLM's scheduler.
 
 from __future__ import annotations
 
+import inspect
 import math
 import multiprocessing
 import os
@@ -27,7 +28,7 @@ import numpy as np
 import pyblockpool
 from pyblockpool.block_trace import Group, Header, Request
 from pyblockpool.contiguity import Contiguity, Table
-from pyblockpool.errors import BlockQueueError, ReplayError
+from pyblockpool.errors import BlockQueueError, ReplayError, UnsupportedVLLMError
 from pyblockpool.report import TILE_TOKENS, EngineFigures, contiguity_as_json, or_none
 from pyblockpool.request_trace import TraceRequest
 from pyblockpool.settings import QUEUE_VARIABLE, TRACE_VARIABLE, Settings
@@ -48,6 +49,9 @@ class Setup:
         tile: blocks in a tile, for which amplification is told; 0 for as many as hold 128 tokens.
         rounds: stretches with as many requests each, for which figures are told; None for the
             rounds of the trace.
+
+    Raises:
+        ValueError: a number that is too small.
     """
 
     num_blocks: int
@@ -137,6 +141,7 @@ def replay(
 
     Raises:
         ReplayError: a request does not fit into the empty pool.
+        UnsupportedVLLMError: the installed vLLM is older than 0.23.
         ImportError: vLLM is not installed.
     """
     _refuse_what_does_not_fit(requests, setup)
@@ -165,6 +170,9 @@ def replay_each(
     Raises:
         SettingsError: a value of the variable that is not allowed.
         ReplayError: a request does not fit into the empty pool, or a process has failed.
+        UnsupportedVLLMError: the installed vLLM is older than 0.23, or cannot do what a value of
+            the variable asks for.
+        ConflictError: somebody else has replaced what the plugin would replace.
         ImportError: vLLM is not installed.
     """
     for queue in queues:
@@ -462,8 +470,15 @@ def _refuse_what_does_not_fit(requests: Sequence[TraceRequest], setup: Setup) ->
 
 def _make_manager(requests: Sequence[TraceRequest], setup: Setup, metrics_collector: Any) -> Any:
     import torch
+    import vllm
     from vllm.v1.core.kv_cache_manager import KVCacheManager
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+
+    if "scheduler_block_size" not in inspect.signature(KVCacheManager).parameters:
+        raise UnsupportedVLLMError(
+            f"requests cannot be replayed through the KVCacheManager of vLLM {vllm.__version__}: "
+            "install vLLM 0.23.0 or later"
+        )
 
     layer = FullAttentionSpec(
         block_size=setup.block_size, num_kv_heads=1, head_size=1, dtype=torch.float32

@@ -21,7 +21,7 @@ from pools import splits_by_hash
 
 from pyblockpool.block_trace import Request, read_sections
 from pyblockpool.cli import main
-from pyblockpool.errors import ReplayError, SettingsError
+from pyblockpool.errors import ReplayError, SettingsError, UnsupportedVLLMError
 from pyblockpool.plugin import entry
 from pyblockpool.replay import Figures, Setup, replay, replay_each
 from pyblockpool.report import Choices, EngineFigures, engine_figures
@@ -351,6 +351,18 @@ def test_troubles_of_a_process(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_PLUGINS", "another")
     with pytest.raises(ReplayError, match="VLLM_PLUGINS, where it is set, has to name pyblockpool"):
         replay_each(chats(1, 1), Setup(100, 1), ["native"])
+
+
+def test_an_older_vllm_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.core import kv_cache_manager
+
+    class UpTo22:
+        def __init__(self, kv_cache_config: Any, max_model_len: int, hash_block_size: int) -> None:
+            pytest.fail("it cannot be used as it is")
+
+    monkeypatch.setattr(kv_cache_manager, "KVCacheManager", UpTo22)
+    with pytest.raises(UnsupportedVLLMError, match=r"install vLLM 0\.23\.0 or later"):
+        replay(chats(1, 1), Setup(100, 4))
 
 
 @pytest.mark.parametrize("name", ["num_blocks", "residents", "block_size", "chunk", "rounds"])
