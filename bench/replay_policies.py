@@ -2,9 +2,9 @@
 
     python bench/replay_policies.py TRACES
 
-Runs `pyblockpool replay` for each row, saves all figures in bench/results/ and sets the table into
-the README. TRACES is a folder with the public traces that are named below; they are not part of
-this repository.
+Runs `pyblockpool replay` for each row, saves all figures in bench/results/ and sets the tables into
+the documents. TRACES is a folder with the traces that are named below; they are not part of this
+repository.
 """
 
 from __future__ import annotations

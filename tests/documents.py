@@ -1,4 +1,4 @@
-"""README and docs: their fenced blocks, the commands in them, their headings and links.
+"""README, docs and the like: their fenced blocks, the commands in them, their headings and links.
 
 Who runs or checks what is in `KINDS`; a command that is none of them makes a test fail. The checks
 that need no vLLM are in tests/test_documents.py, those that do in tests/plugin/test_documents.py,
@@ -18,6 +18,7 @@ DOCUMENTS = [
     ROOT / "README.md",
     ROOT / "CONTRIBUTING.md",
     ROOT / "CHANGELOG.md",
+    ROOT / "bench" / "RESULTS.md",
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 

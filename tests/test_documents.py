@@ -84,8 +84,8 @@ def test_pip(command: Command) -> None:
     assert command.words[1] == "install"
     known = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     for word in command.words[2:]:
-        if word.startswith("."):
-            extras = re.findall("[a-z]+", word)
+        if ours := re.fullmatch(r"(?:\.|pyblockpool)(?:\[([a-z,]+)\])?", word):
+            extras = ours[1].split(",") if ours[1] else []
             assert set(extras) <= set(
                 metadata.metadata("pyblockpool").get_all("Provides-Extra") or []
             )
