@@ -1,8 +1,9 @@
 """A native KV-cache free-block queue for vLLM.
 
-Importing this package imports neither vLLM nor torch nor the compiled module, and reads no
+Importing this package imports neither vLLM nor torch nor the compiled modules, and reads no
 metadata: vLLM only logs what goes wrong while it imports a plugin, so a broken installation has to
-show later, when the plugin runs.
+show later, when the plugin runs. So `FreeBlockQueue` and `__version__` are looked up when they are
+asked for: NotCompiledError, an ImportError, if the module does not load or nothing is installed.
 """
 
 from __future__ import annotations

@@ -69,7 +69,9 @@ class FreeListEnd:
 class FreeBlockQueue:
     """Free KV-cache blocks in the order in which they are handed out.
 
-    Errors, units and the specification: ``pyblockpool.reference.FreeBlockQueue``.
+    Errors, units and the specification: ``pyblockpool.reference.FreeBlockQueue``. Here also
+    TypeError: blocks of several classes, or of one whose links cannot be served. MemoryError, with
+    nothing changed.
     """
 
     @property
@@ -97,7 +99,14 @@ class FreeBlockQueue:
     def check(self) -> str: ...
     def stats(self) -> QueueStats: ...
 
-def can_serve_links(block_class: type) -> bool: ...
-def queues_of(block_class: type) -> int: ...
-def serve_links(block_class: type) -> None: ...
-def withdraw_links(block_class: type) -> None: ...
+def can_serve_links(block_class: type) -> bool:
+    """Whether `serve_links` would do; changes nothing."""
+
+def queues_of(block_class: type) -> int:
+    """How many native queues that are alive have blocks of a class."""
+
+def serve_links(block_class: type) -> None:
+    """Serve the links of a class of blocks from native queues; TypeError if that cannot be done."""
+
+def withdraw_links(block_class: type) -> None:
+    """Undo `serve_links`; RuntimeError, with nothing changed, while such queues are alive."""

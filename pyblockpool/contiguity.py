@@ -87,6 +87,7 @@ class Runs:
                 holds all of its layers.
 
         Raises:
+            TypeError: not an integer.
             ValueError: less than one region.
         """
         regions = operator.index(regions)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import copy
 import operator
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -285,15 +285,21 @@ class FreeBlockQueue:
         pack_tails: for policy ``extent``, whether the last, partly filled extents of tables are
             shared. Keeps more of short tables in the cache, at the price of tiles with two tenants.
 
+    Attributes:
+        num_free_blocks: how many are free. May be set, to make a pool look full; what is handed out
+            or put back counts on from there.
+        fake_free_list_head, fake_free_list_tail: what the links of the first and the last block
+            lead to.
+
     Raises:
         ValueError: no such policy, or no such size.
-        TypeError: something that is not a block.
+        TypeError: something that is not a block, or a size that is not an integer.
         RuntimeError: two blocks with one id, an id out of range, an end of a list.
     """
 
     def __init__(
         self,
-        blocks: Sequence[Any],
+        blocks: Iterable[Any],
         policy: str = "lru",
         size: int = DEFAULT_EXTENT_SIZE,
         pack_tails: bool = False,
@@ -334,7 +340,12 @@ class FreeBlockQueue:
         self._relink()
 
     def popleft(self) -> Any:
-        """Take the first block. ValueError when there is none."""
+        """Take the first block.
+
+        Raises:
+            ValueError: there is none.
+            AssertionError: there is none, and ``num_free_blocks`` says otherwise.
+        """
         if not self._queued or self._is_cut(self.fake_free_list_head):
             if self.num_free_blocks != 0:
                 raise AssertionError(
@@ -344,7 +355,13 @@ class FreeBlockQueue:
         return self._take(1)[0]
 
     def popleft_n(self, n: int) -> list[Any]:
-        """Take the first ``n`` blocks, in order. AssertionError when there are fewer."""
+        """Take the first ``n`` blocks, in order.
+
+        Raises:
+            AssertionError: ``num_free_blocks`` says that there are fewer.
+            RuntimeError: there are fewer, and it says otherwise.
+            ValueError, TypeError: ``n`` is negative, or not an integer.
+        """
         n = operator.index(n)
         if n < 0:
             raise ValueError(f"popleft_n({n}): the number of blocks must not be negative")
@@ -373,7 +390,10 @@ class FreeBlockQueue:
         self._relink()
 
     def append(self, block: Any) -> None:
-        """Put a block last. RuntimeError, with nothing changed, if it is queued or foreign."""
+        """Put a block last.
+
+        RuntimeError, with nothing changed, if it is queued or foreign; TypeError if it is no block.
+        """
         if self._is_cut(self.fake_free_list_tail):
             raise RuntimeError("prev_free_block of fake_free_list_tail should always exist")
         self._insert([block], self._order.add_cached, "append")
@@ -381,7 +401,8 @@ class FreeBlockQueue:
     def append_n(self, blocks: Sequence[Any]) -> None:
         """Put blocks last, in the given order.
 
-        RuntimeError, with nothing changed, if one is queued, comes twice or is foreign.
+        RuntimeError, with nothing changed, if one is queued, comes twice or is foreign; TypeError
+        if one is no block.
         """
         if len(blocks) and self._is_cut(self.fake_free_list_tail):
             raise AssertionError("prev_free_block of fake_free_list_tail should always exist")
@@ -390,7 +411,8 @@ class FreeBlockQueue:
     def prepend_n(self, blocks: Sequence[Any]) -> None:
         """Put blocks first, in the given order.
 
-        RuntimeError, with nothing changed, if one is queued, comes twice or is foreign.
+        RuntimeError, with nothing changed, if one is queued, comes twice or is foreign; TypeError
+        if one is no block.
         """
         if len(blocks) and self._is_cut(self.fake_free_list_head):
             raise AssertionError("next_free_block of fake_free_list_head should always exist")

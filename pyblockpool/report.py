@@ -50,6 +50,9 @@ class Choices:
         rounds: stretches with the same number of requests into which each trace is split, instead
             of at its resets. None: at its resets, and without any as many as suit it.
         regions: of memory in which each block has a part, for the number of copies.
+
+    Raises:
+        ValueError: one of them is less than 1.
     """
 
     tile_tokens: int = TILE_TOKENS
@@ -209,7 +212,7 @@ class Figures:
 
     @property
     def median_prefill_ms(self) -> float:
-        """Half of the requests were faster, half of them slower."""
+        """Half of the requests were faster, half of them slower; nan without any."""
         return 1000 * _median(self.prefill)
 
     @property

@@ -70,7 +70,8 @@ def read_requests(
         max_context: leave out sessions, or single requests, with a longer prompt and answer.
 
     Raises:
-        TraceError: a line that is not of the format, or a file that is none of them.
+        TraceError: a line that is not of the format, a file that is none of them, or no request.
+        ValueError: no such arrangement.
         OSError: the file cannot be read.
     """
     if arrangement not in ARRANGEMENTS:
