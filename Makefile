@@ -47,8 +47,7 @@ upstream: install
 	$(BIN)/python tests/upstream/upstream_compare.py --workers $(WORKERS) \
 	  --queue native native:sorted native:extent
 
-# Other releases of vLLM from their sources; saved, and set into the documents whatever comes of it. Five minutes a
-# release.
+# Other releases of vLLM from their sources; saved, and set into the documents whatever comes of it. Under an hour.
 COMPAT := PYTHONPATH=$(CURDIR)/bench:$(CURDIR)/tests/upstream $(BIN)/python tests/compat/compat.py --workers $(WORKERS)
 
 compat: install
