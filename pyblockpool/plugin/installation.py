@@ -81,14 +81,15 @@ def copies() -> Iterator[Remark]:
 
 
 def found_by_vllm() -> Iterator[Remark]:
-    """Whether vLLM finds the plugin, once."""
+    """Whether the plugin is where vLLM would find it, once."""
     for group, ours in OURS.items():
         found = entry_points(group=group, name=NAME)
         values = [point.value for point in found]
         # Without the endpoint plugin only the routes are missing.
         trouble: Level = "bad" if group == GENERAL_PLUGINS else "note"
         if values == [ours]:
-            yield Remark("installation", "good", f"vLLM finds the plugin in the group {group}")
+            # Not that vLLM finds it: an older one looks for no endpoint plugins.
+            yield Remark("installation", "good", f"the plugin is installed in the group {group}")
         elif not values:
             yield Remark(
                 "installation",
