@@ -15,8 +15,7 @@ cdef class BlockLayout:
 
     Blocks of vLLM 0.18 and later have slots, at fixed offsets; older ones keep all three in
     `__dict__`, in which case the offsets are -1. Reading and writing them runs no code of anybody
-    else, but for two: the first look at a `__dict__` makes it, which may start the garbage
-    collector; and what is overwritten may have a destructor.
+    else, but for one thing: what is overwritten may have a destructor.
     """
     cdef object cls
     cdef object attributes  # of the class itself, live
@@ -166,8 +165,9 @@ cdef BlockLayout _new_layout(block_class):
 
 def can_serve_links(block_class) -> bool:
     """Whether `serve_links` would do; changes nothing."""
+    # In this order: the first look may run code, which may serve the class.
     return isinstance(block_class, type) and (
-        _layout_of(block_class) is not None or _new_layout(block_class) is not None)
+        _new_layout(block_class) is not None or _layout_of(block_class) is not None)
 
 
 def serve_links(block_class) -> None:
@@ -190,18 +190,26 @@ cdef BlockLayout _served(block_class):
         return layout
     if isinstance(block_class, type):
         layout = _new_layout(block_class)
+    if layout is not None:
+        # What it takes to undo it is there before it is done.
+        prev, next = _descriptor(layout, False), _descriptor(layout, True)
+    # So far code of others may have run, and it may have served the class; from here on none does,
+    # but that of a metaclass.
+    other = _layout_of(block_class)
+    if other is not None:
+        return other
     if layout is None:
         raise TypeError(f"{block_class!r} has no links that a queue could serve: it needs "
                         "prev_free_block and next_free_block as slots, or as plain attributes "
                         "that default to None")
-    # What it takes to undo it is there before it is done.
-    prev, next = _descriptor(layout, False), _descriptor(layout, True)
     address = <size_t> <PyObject*> layout.cls
+    _layouts[address] = layout
     try:
         setattr(layout.cls, "prev_free_block", prev)
         setattr(layout.cls, "next_free_block", next)
-        _layouts[address] = layout
     except BaseException:
+        if address in _layouts:
+            del _layouts[address]
         layout.put_originals_back()
         raise
     layout.served = True
@@ -241,10 +249,19 @@ def withdraw_links(block_class) -> None:
 
 
 cdef BlockLayout _layout_of(block_class):
+    """The layout of a class whose links are served when this returns, else None."""
+    cdef tuple bases
+    cdef list homes
+    cdef Py_ssize_t i
     if isinstance(block_class, type):
-        for base in _true_bases(block_class):
+        bases = _true_bases(block_class)
+        # To look at what a class has may start the garbage collector. To look at the layouts does
+        # not, and so comes last.
+        homes = ["prev_free_block" in _true_vars(base) for base in bases]
+        for i in range(PyList_GET_SIZE(homes)):
+            base = bases[i]
             layout = _layouts.get(<size_t> <PyObject*> base)
-            if layout is not None or "prev_free_block" in _true_vars(base):
+            if layout is not None or homes[i]:
                 return layout
     return None
 
@@ -256,8 +273,7 @@ cdef BlockLayout _prepared(block, str verb):
         raise RuntimeError(f"{verb}(): an end of a free list (block id -1) is not a block")
     cdef BlockLayout layout = _layout_of(type(block))
     if layout is None:
-        layout = _new_layout(type(block))
-        if layout is None or not all(
+        if not can_serve_links(type(block)) or not all(
                 hasattr(block, name)
                 for name in ("block_id", "prev_free_block", "next_free_block")):
             raise TypeError(

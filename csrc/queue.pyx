@@ -124,7 +124,16 @@ cdef extern from *:
     /* The `__dict__` of an object; NULL, with TypeError, where a key is no str: to look something up
        beside such a key may run code. */
     static inline PyObject* pyblockpool_plain_attributes(PyObject* object) {
+    #if PY_VERSION_HEX >= 0x030C0000
       PyObject* const attributes = PyObject_GenericGetDict(object, nullptr);
+    #else
+      /* The first look makes the dict, which may start the garbage collector. Code that it runs and
+         that looks at the same object makes Python 3.11 keep two dicts of one set of values, and
+         free that twice. */
+      const int collects = PyGC_Disable();
+      PyObject* const attributes = PyObject_GenericGetDict(object, nullptr);
+      if (collects) PyGC_Enable();
+    #endif
       if (attributes == nullptr) return nullptr;
       PyObject* key;
       for (Py_ssize_t at = 0; PyDict_Next(attributes, &at, &key, nullptr);) {
@@ -400,10 +409,12 @@ cdef class FreeBlockQueue:
         return self._num_free_blocks
 
     @num_free_blocks.setter
-    def num_free_blocks(self, Py_ssize_t count):
-        if not -_MAX_COUNT <= count <= _MAX_COUNT:
+    def num_free_blocks(self, count):
+        # A number too large for any queue becomes the largest there is.
+        cdef Py_ssize_t number = PyNumber_AsSsize_t(count, NULL)
+        if not -_MAX_COUNT <= number <= _MAX_COUNT:
             raise ValueError(f"num_free_blocks: {count} is not a number of blocks")
-        self._num_free_blocks = count
+        self._num_free_blocks = number
 
     def popleft(self):
         """Take the first block. ValueError when there is none."""
@@ -577,8 +588,9 @@ cdef class FreeBlockQueue:
             block = self._blocks[id]
             if block is None:
                 return f"id {id} is queued but has no block"
-            if block.block_id != id:
-                return f"the block at id {id} says that its id is {block.block_id}"
+            said = getattr(block, "block_id", None)
+            if said != id:
+                return f"the block at id {id} says that its id is {said!r}"
             if self._member_id(<PyObject*> block) != id:
                 return f"block {id} is queued but another queue owns it"
         if <size_t> self._num_free_blocks != self._size():
@@ -743,16 +755,11 @@ cdef class FreeBlockQueue:
     cdef bint _link_dict_blocks(self, list blocks, Chain* chain) except -1:
         cdef vector[BlockId] ids
         cdef BlockId id
-        # The first look at a block may start the garbage collector, and with it code that changes
-        # the blocks before it; the second does not.
-        batch = list(blocks)
-        for _ in range(2):
-            ids.clear()
-            for block in batch:
-                id = self._own_id(<PyObject*> block)
-                if id == kEnd or self._list.contains(id):
-                    return False
-                ids.push_back(id)
+        for block in blocks:
+            id = self._own_id(<PyObject*> block)
+            if id == kEnd or self._list.contains(id):
+                return False
+            ids.push_back(id)
         for id in ids:
             if self._list.contains(id):
                 self._list.dissolve(chain[0])

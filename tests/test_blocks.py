@@ -389,3 +389,17 @@ def test_an_id_that_was_changed_is_noticed() -> None:
     block.block_id = 0
     made[1].block_id = 7
     assert queue.check() == "the block at id 1 says that its id is 7"
+
+
+@pytest.mark.parametrize("block_class", [SlotBlock, DictBlock])
+def test_an_id_that_was_deleted_is_noticed(block_class: Any) -> None:
+    made = [block_class(i) for i in range(3)]
+    queue = FreeBlockQueue(made)
+    block = queue.popleft()
+    for each in (block, made[1]):
+        del each.block_id
+    with pytest.raises(TypeError, match="block id None is not an int"):
+        queue.append(block)
+    assert queue.check() == "the block at id 1 says that its id is None"
+    made[1].block_id = 1
+    assert_order(queue, [1, 2])

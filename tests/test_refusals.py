@@ -119,6 +119,16 @@ def test_num_free_blocks_is_a_whole_number(blocks: MakeBlocks, count: Any) -> No
     assert_order(queue, [0, 1])
 
 
+@pytest.mark.parametrize("count", [2**61, -(2**61), 10**30, -(10**30)])
+def test_num_free_blocks_is_a_number_of_blocks(blocks: MakeBlocks, count: int) -> None:
+    from pyblockpool import FreeBlockQueue
+
+    queue = FreeBlockQueue(blocks(2))
+    with pytest.raises(ValueError, match=f"num_free_blocks: {count} is not a number of blocks"):
+        queue.num_free_blocks = count
+    assert_order(queue, [0, 1])
+
+
 @pytest.mark.parametrize("bad", ["", "fifo", "LRU", "sort", "extents", None, 5, b"lru", []])
 def test_an_unknown_policy_is_refused_by_name(strict_class: Any, bad: Any) -> None:
     with pytest.raises(ValueError, match=re.escape(f"{bad!r} is not one of lru, sorted, extent")):

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from random import Random
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from implementations import DictBlock, SlotBlock, assert_order, ids, walk
@@ -25,6 +25,7 @@ from pyblockpool import FreeBlockQueue, _contiguity, _queue
 
 REFUSALS = (RuntimeError, ValueError, AssertionError)
 N = 48
+LINKS = ("prev_free_block", "next_free_block")
 
 
 class Yielding(list[Any]):
@@ -128,6 +129,23 @@ def meddlings(queue: Any, other: Any, made: list[Any]) -> dict[str, Callable[[],
 MEDDLINGS = list(meddlings(FreeBlockQueue([]), FreeBlockQueue([]), [SlotBlock(0)]))
 
 
+@contextlib.contextmanager
+def collecting_after(countdown: int) -> Iterator[None]:
+    """The garbage collector runs once so many objects more have been made."""
+    before = gc.get_threshold()
+    gc.set_threshold(gc.get_count()[0] + countdown)
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
+collects_in_calls = pytest.mark.skipif(
+    sys.version_info >= (3, 12),
+    reason="this Python collects between instructions, and so in none of these calls",
+)
+
+
 @pytest.fixture(scope="module")
 def few_objects() -> Iterator[None]:
     """To the garbage collector: there are millions where vLLM is imported."""
@@ -194,6 +212,80 @@ def test_destructors_in_the_middle_of_a_call(
         queued = [block for each in queues for block in each.get_all_free_blocks()]
         assert len({id(block) for block in queued}) == len(queued), "a block is in two queues"
     assert in_a_call
+
+
+@collects_in_calls
+@pytest.mark.usefixtures("few_objects")
+@pytest.mark.parametrize("base", [SlotBlock, DictBlock])
+def test_a_class_is_served_once_whoever_serves_it_in_the_middle(base: Any) -> None:
+    """The first queue of a class serves its links, and a destructor makes another first queue."""
+    built: list[Any] = []
+    done: list[bool] = []
+    for countdown in range(1, 25):
+        members: dict[str, Any] = (
+            {"__slots__": LINKS} if base is SlotBlock else dict.fromkeys(LINKS)
+        )
+        fresh: Any = type("Fresh", (base,), members)
+        made, others = ([fresh(i) for i in range(4)] for _ in range(2))
+        built.clear()
+        gc.collect()
+        Meddler(lambda: built.append(FreeBlockQueue(others)), done)  # noqa: B023
+        with collecting_after(countdown):
+            queue = FreeBlockQueue(made)
+        gc.collect()
+        assert _queue.queues_of(fresh) == 2
+        for each in (queue, *built):
+            each.append(fresh(7))
+            assert_order(each, [0, 1, 2, 3, 7])
+    assert done
+
+
+def test_a_class_is_served_once_by_a_metaclass_too() -> None:
+    class Eager(type):
+        built: ClassVar[list[Any]] = []
+
+        def __setattr__(cls, name: str, value: Any) -> None:
+            if not Eager.built:
+                Eager.built.append(None)
+                with contextlib.suppress(RuntimeError):
+                    Eager.built.append(FreeBlockQueue([cls(9)]))
+            super().__setattr__(name, value)
+
+    fresh: Any = Eager("Fresh", (DictBlock,), dict.fromkeys(LINKS))
+    queue = FreeBlockQueue([fresh(0)])
+    assert _queue.queues_of(fresh) == len(Eager.built)
+    queue.append(fresh(1))
+    assert_order(queue, [0, 1])
+
+
+@collects_in_calls
+@pytest.mark.usefixtures("few_objects")
+@pytest.mark.parametrize("verb", ["append_n", "a walk", "a link"])
+def test_no_attributes_of_a_block_are_made_twice(verb: str) -> None:
+    """Python 3.11 makes two dicts of one block, and then frees what they share twice, where the
+    garbage collector runs in the middle and what it calls looks at the same block."""
+    done: list[bool] = []
+    _queue.serve_links(DictBlock)
+    for countdown in range(1, 30):
+        made = [DictBlock.__new__(DictBlock) for _ in range(24)]  # their links were never set
+        for i, block in enumerate(made):
+            block.block_id = i
+        queue = FreeBlockQueue([DictBlock(24)])
+        calls: dict[str, Callable[[], Any]] = {
+            "append_n": lambda: queue.append_n(made),  # noqa: B023
+            "a walk": lambda: [list(queue.iter_blocks_after(block)) for block in made],  # noqa: B023
+            "a link": lambda: [block.next_free_block for block in made],  # noqa: B023
+        }
+        seen: list[dict[str, Any]] = []
+        gc.collect()
+        Meddler(lambda: seen.extend(map(vars, made)), done)  # noqa: B023
+        spare: list[Any] = [{} for _ in range(100)]  # Python keeps no more for reuse
+        with contextlib.suppress(*REFUSALS), collecting_after(countdown):
+            calls[verb]()
+        del spare
+        gc.collect()
+        assert [id(each) for each in seen] == [id(vars(block)) for block in made]
+    assert done
 
 
 def test_a_class_that_is_withdrawn_while_its_blocks_are_admitted() -> None:
