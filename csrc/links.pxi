@@ -47,6 +47,10 @@ cdef class BlockLayout:
             return None if held is _MISSING else held
         return self.stored(block, self.next_offset if is_next else self.prev_offset, "")
 
+    cdef bint holds_link(self, PyObject* block, bint is_next) except -1:
+        held = self.raw(block, is_next)
+        return held is not None and held is not _MISSING
+
     cdef int set_raw(self, PyObject* block, bint is_next, object value) except -1:
         """Cannot fail where something is stored."""
         cdef Py_ssize_t offset = self.next_offset if is_next else self.prev_offset

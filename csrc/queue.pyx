@@ -21,6 +21,7 @@ a block is queued, and between which neighbours, is answered from the list when 
 import operator
 
 cimport cython
+from cpython.dict cimport PyDict_Size
 from cpython.list cimport PyList_GET_SIZE
 from cpython.object cimport PyObject, PyTypeObject
 from libc.stdint cimport int32_t, int64_t
@@ -37,6 +38,7 @@ MAX_EXTENT_SIZE = 4096
 
 # Room is made for each id up to the largest: an absurd id would ask for absurd memory.
 MAX_BLOCK_ID = 2**28 - 1
+cdef long _MAX_ID = MAX_BLOCK_ID
 # Far beyond any pool, and far from where a count would overflow.
 cdef Py_ssize_t _MAX_COUNT = 1 << 60
 
@@ -793,7 +795,7 @@ cdef class FreeBlockQueue:
         cdef BlockLayout layout = self._layout
         cdef FreeBlockQueue owner
         cdef Chain chain
-        cdef BlockId id
+        cdef BlockId id, largest = kEnd
         cdef Py_ssize_t i
         cls = None
         if self._is_dying():
@@ -807,26 +809,23 @@ cdef class FreeBlockQueue:
                     raise TypeError(f"{verb}(): this queue holds blocks of the class "
                                     f"{layout.cls.__qualname__}, not {type(block).__qualname__}")
             block_id = self._checked_id(block, layout, verb)
-            known = self._blocks[block_id] if block_id < len(self._blocks) else None
+            id = <BlockId> small_int(<PyObject*> block_id)
+            known = self._blocks[id] if id < PyList_GET_SIZE(self._blocks) else None
             if (known is not None and known is not block) or (
-                    batch.get(block_id, block) is not block):
+                    batch.setdefault(block_id, block) is not block):
                 raise RuntimeError(f"{verb}(): block {block_id} is foreign: this queue has "
                                    f"another block with id {block_id}")
-            if block_id in batch:
+            if PyDict_Size(batch) == PyList_GET_SIZE(admitted):
                 raise RuntimeError(f"{verb}(): block {block_id} comes twice in one call")
-            self._refuse_linked(block, block_id, layout, verb, take_over)
-            batch[block_id] = block
-            ids.push_back(block_id)
+            self._refuse_linked(block, id, layout, verb, take_over)
+            ids.push_back(id)
             admitted.append(block)
-            for is_next in (False, True):
-                held = layout.raw(<PyObject*> block, is_next)
-                if held is None:
-                    # So that something is stored, also where that is the default of the class.
-                    layout.set_raw(<PyObject*> block, is_next, None)
-                overwritten.append(held)
-        if not batch:
+            self._note_link(block, False, layout, overwritten)
+            self._note_link(block, True, layout, overwritten)
+            largest = max(largest, id)
+        if largest == kEnd:
             return 0
-        self._make_room(max(batch) + 1)
+        self._make_room(<Py_ssize_t> largest + 1)
         if not layout.served or (self._layout is not None and self._layout is not layout):
             raise RuntimeError(f"{verb}(): the class of the blocks was changed during the call")
         for i in range(PyList_GET_SIZE(admitted)):
@@ -851,6 +850,16 @@ cdef class FreeBlockQueue:
         self._put_back(chain, is_cached)
         return 0
 
+    cdef inline int _note_link(self, block, bint is_next, BlockLayout layout,
+                               list overwritten) except -1:
+        """Keep what a link of a block holds."""
+        held = layout.raw(<PyObject*> block, is_next)
+        if held is None:
+            # So that something is stored, also where that is the default of the class.
+            layout.set_raw(<PyObject*> block, is_next, None)
+        overwritten.append(held)
+        return 0
+
     cdef bint _stands(self, block, BlockLayout layout, BlockId id, prev, next,
                       bint take_over) except -1:
         """Whether a block is still what it was when it was looked at."""
@@ -868,21 +877,20 @@ cdef class FreeBlockQueue:
             return False
         return take_over or owner is None or owner._member_id(raw_block) == kEnd
 
-    cdef int _refuse_linked(self, block, block_id, BlockLayout layout, str verb,
+    cdef int _refuse_linked(self, block, BlockId id, BlockLayout layout, str verb,
                             bint take_over) except -1:
         """Raise if a block is queued, here or elsewhere, and may not be taken over."""
         cdef FreeBlockQueue owner = layout.owner(<PyObject*> block)
-        if (owner is not self and block_id < PyList_GET_SIZE(self._blocks)
-                and self._list.contains(block_id)):
+        if (owner is not self and id < PyList_GET_SIZE(self._blocks)
+                and self._list.contains(id)):
             # The list counts, not what the block says of itself.
-            raise RuntimeError(f"{verb}(): block {block_id} is already queued, and somebody has "
+            raise RuntimeError(f"{verb}(): block {id} is already queued, and somebody has "
                                "overwritten its links")
         if owner is None:
-            for is_next in (False, True):
-                held = layout.raw(<PyObject*> block, is_next)
-                if not take_over and held is not None and held is not _MISSING:
-                    raise RuntimeError(
-                        f"{verb}(): block {block.block_id} is queued in another queue")
+            if not take_over and (layout.holds_link(<PyObject*> block, False)
+                                  or layout.holds_link(<PyObject*> block, True)):
+                raise RuntimeError(
+                    f"{verb}(): block {block.block_id} is queued in another queue")
         elif owner._own_id(<PyObject*> block) == kEnd:
             # A queue knows its blocks under their ids.
             raise RuntimeError(f"{verb}(): block {block.block_id} had another id when it was "
@@ -914,11 +922,11 @@ cdef class FreeBlockQueue:
         block_id = layout.stored(<PyObject*> block, layout.id_offset, "block_id")
         if block_id is _MISSING:
             block_id = None
+        if 0 <= small_int(<PyObject*> block_id) <= _MAX_ID:
+            return block_id
         if type(block_id) is not int:
             raise TypeError(f"{verb}(): block id {block_id!r} is not an int")
-        if not 0 <= block_id <= MAX_BLOCK_ID:
-            raise RuntimeError(f"{verb}(): block id {block_id} is not in 0...{MAX_BLOCK_ID}")
-        return block_id
+        raise RuntimeError(f"{verb}(): block id {block_id} is not in 0...{MAX_BLOCK_ID}")
 
     cdef object _neighbour(self, block, bint is_next):
         """The live link of a block of this queue: a block, an end, or None when not queued."""
