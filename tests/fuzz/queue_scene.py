@@ -128,6 +128,7 @@ class QueueScene:
             "reorder": self._reorder,
             "rebuild": self._rebuild,
             "pretend": self._pretend,
+            "cut": self._cut,
             "detour": self._detour,
             "begin_walk": self._begin_walk,
             "step_walk": self._step_walk,
@@ -378,18 +379,62 @@ class QueueScene:
         self.seen[q] = set(self.free[q])
 
     def _pretend(self, q: int, count: int, n: int) -> None:
-        """`num_free_blocks` is set to `count`, as vLLM's own tests do to make a pool look full."""
-        if not 0 <= count < n:
+        """`num_free_blocks` is set to `count`, as vLLM's own tests do to make a pool look full.
+
+        To make it look fuller than it is: only ours, as vLLM's class would hand out an end.
+        """
+        free = len(self.free[q])
+        looks_full = 0 <= count < n
+        refusal = AssertionError if looks_full else RuntimeError
+        if not (looks_full or free < n <= count):
             return
         for side in self.sides:
+            if not (looks_full or side.is_strict):
+                continue
             queue = side.queues[q]
             queue.num_free_blocks = count
             try:
                 queue.popleft_n(n)
-            except AssertionError:
-                queue.num_free_blocks = len(self.free[q])
+            except refusal:
+                queue.num_free_blocks = free
             else:
                 raise Divergence(f"{side.name} hands out {n} blocks where {count} are free")
+
+    def _cut(self, q: int, end: str) -> None:
+        """The list is cut off from one of its ends, as vLLM's own tests do, and joined again.
+
+        Only ours: vLLM's class has counted down by the time it refuses.
+        """
+        link = {"head": "next_free_block", "tail": "prev_free_block"}[end]
+        in_use = min(self.seen[q] - self.free[q], default=None)
+        calls: list[Callable[[Any, Side], Any]] = []
+        if end == "head":
+            calls += [
+                lambda queue, _: queue.popleft(),
+                lambda queue, _: queue.popleft_n(max(1, len(self.free[q]))),
+                lambda queue, _: queue.get_all_free_blocks(),
+            ]
+            if in_use is not None:
+                calls.append(lambda queue, side: queue.prepend_n([side.block(q, in_use)]))
+        elif in_use is not None:
+            calls += [
+                lambda queue, side: queue.append(side.block(q, in_use)),
+                lambda queue, side: queue.append_n([side.block(q, in_use)]),
+            ]
+        strict = [side.queues[q] for side in self.sides if side.is_strict]
+        joined = []
+        for queue in strict:
+            if isinstance(queue, PatientReference):
+                queue.look()
+            fake = getattr(queue, f"fake_free_list_{end}")
+            joined.append(getattr(fake, link))
+            setattr(fake, link, None)
+        for call in calls:
+            self._refused(q, call, AssertionError, RuntimeError, ValueError, by_vllm=False)
+        if any(queue.check() != "an end of the list was cut off from outside" for queue in strict):
+            raise Divergence(f"check() does not say that the {end} was cut off")
+        for queue, block in zip(strict, joined, strict=True):
+            setattr(getattr(queue, f"fake_free_list_{end}"), link, block)
 
     def _begin_walk(self, q: int, number: int, cursor: int | None) -> None:
         if cursor is not None and not self._is_known(cursor):
@@ -445,6 +490,7 @@ class QueuePlayer:
             self._walk,
             self._walk,
             self._pretend,
+            self._cut,
         ]
         reset = [[], [self._reset], [self._reset, self._rebuild]]
         self._actions = usual + rare + pick(chance, reset)
@@ -552,7 +598,14 @@ class QueuePlayer:
 
     def _pretend(self, q: int) -> None:
         count = below(self._chance, 3)
-        self._do(["pretend", q, count, count + 1 + below(self._chance, self._ids)])
+        n = count + 1 + below(self._chance, self._ids)
+        if self._chance.random() < 0.3:
+            n = len(self._scene.free[q]) + 1 + below(self._chance, 3)
+            count = n + below(self._chance, 3)
+        self._do(["pretend", q, count, n])
+
+    def _cut(self, q: int) -> None:
+        self._do(["cut", q, pick(self._chance, ("head", "tail"))])
 
     def _mistake(self, q: int) -> None:
         """The rest of the batch is fine."""
