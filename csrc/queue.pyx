@@ -21,7 +21,6 @@ a block is queued, and between which neighbours, is answered from the list when 
 import operator
 
 cimport cython
-from cpython.dict cimport PyDict_Size
 from cpython.list cimport PyList_GET_SIZE
 from cpython.object cimport PyObject, PyTypeObject
 from libc.stdint cimport int32_t, int64_t
@@ -811,13 +810,16 @@ cdef class FreeBlockQueue:
             block_id = self._checked_id(block, layout, verb)
             id = <BlockId> small_int(<PyObject*> block_id)
             known = self._blocks[id] if id < PyList_GET_SIZE(self._blocks) else None
+            # Not setdefault(): in Python 3.13 it may raise SystemError where memory is short.
+            earlier = batch.get(block_id)
             if (known is not None and known is not block) or (
-                    batch.setdefault(block_id, block) is not block):
+                    earlier is not None and earlier is not block):
                 raise RuntimeError(f"{verb}(): block {block_id} is foreign: this queue has "
                                    f"another block with id {block_id}")
-            if PyDict_Size(batch) == PyList_GET_SIZE(admitted):
+            if earlier is not None:
                 raise RuntimeError(f"{verb}(): block {block_id} comes twice in one call")
             self._refuse_linked(block, id, layout, verb, take_over)
+            batch[block_id] = block
             ids.push_back(id)
             admitted.append(block)
             self._note_link(block, False, layout, overwritten)
