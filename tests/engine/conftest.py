@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+from played import Played, PlayScenes
 from tiny_llama import engine_environment, write_tiny_llama
 
 RunPython = Callable[..., subprocess.CompletedProcess[str]]
@@ -68,3 +71,26 @@ def run_python(tmp_path_factory: pytest.TempPathFactory) -> RunPython:
         return subprocess.CompletedProcess(command, status, log.read_text(errors="replace"))
 
     return run
+
+
+@pytest.fixture(scope="session")
+def play_scenes(run_python: RunPython, tmp_path_factory: pytest.TempPathFactory) -> PlayScenes:
+    """``play_scenes(script, arguments…, folder=)`` and the options of `run_python`: a script of
+    this folder is run, and gets the file for its result as its last argument."""
+
+    def play(
+        script: str, *arguments: str | Path, folder: Path | None = None, **options: Any
+    ) -> Played:
+        folder = folder or tmp_path_factory.mktemp("scenes")
+        result, record = folder / "result.json", folder / "record.jsonl"
+        path = Path(__file__).with_name(script)
+        ended = run_python(path, *arguments, result, record=record, **options)
+        assert ended.returncode == 0, ended.stdout[-5000:]
+        lines = record.read_text(encoding="utf-8").splitlines() if record.exists() else []
+        return Played(
+            result=json.loads(result.read_text(encoding="utf-8")),
+            record=list(map(json.loads, lines)),
+            log=ended.stdout,
+        )
+
+    return play

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
 from collections import Counter
 from collections.abc import Callable
 from itertools import pairwise
@@ -12,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from played import PlayScenes
 from tiny_llama import BLOCK_SIZE
 
 pytestmark = pytest.mark.engine
@@ -26,9 +26,7 @@ REASONS = {"FINISHED_LENGTH_CAPPED": "length", "FINISHED_ABORTED": "abort"}
 
 @pytest.fixture(scope="module")
 def run_script(
-    model: Path,
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path_factory: pytest.TempPathFactory,
+    model: Path, play_scenes: PlayScenes, tmp_path_factory: pytest.TempPathFactory
 ) -> RunScript:
     """What a script of this folder tells, what the scheduler wrote down, and the traces."""
 
@@ -41,22 +39,19 @@ def run_script(
     ) -> Play:
         folder = tmp_path_factory.mktemp("trace")
         traced = {} if trace is None else {"VLLM_BLOCK_TRACE": str(folder / trace)}
-        ended = run_python(
-            Path(__file__).with_name(script),
+        played = play_scenes(
+            script,
             *front_end,
             model,
-            folder / "result.json",
-            record=folder / "record.jsonl",
+            folder=folder,
             block_queue=block_queue,
             VLLM_ENABLE_V1_MULTIPROCESSING=str(int(processes)),
             **traced,
         )
-        assert ended.returncode == 0, ended.stdout[-5000:]
-        result: Play = json.loads((folder / "result.json").read_text(encoding="utf-8"))
         names = sorted(folder.glob("trace*.jsonl"))
-        return result | {
-            "log": ended.stdout,
-            "record": lines_of(folder / "record.jsonl"),
+        return played.result | {
+            "log": played.log,
+            "record": played.record,
             "traces": [lines_of(name) for name in names],
             "names": [name.name for name in names],
         }

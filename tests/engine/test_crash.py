@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from played import PlayScenes
 
 pytestmark = pytest.mark.engine
 
@@ -21,29 +19,18 @@ Play = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def plays(
-    model: Path,
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path_factory: pytest.TempPathFactory,
-    one_thread: dict[str, str],
-) -> dict[str, Play]:
+def plays(model: Path, play_scenes: PlayScenes, one_thread: dict[str, str]) -> dict[str, Play]:
     results = {}
     for variant, block_queue in VARIANTS.items():
-        folder = tmp_path_factory.mktemp(variant)
-        ended = run_python(
-            Path(__file__).with_name("crash_scenes.py"),
+        played = play_scenes(
+            "crash_scenes.py",
             model,
-            folder / "scenes.json",
-            record=folder / "record.jsonl",
             block_queue=block_queue,
             timeout=600,
             VLLM_ENABLE_V1_MULTIPROCESSING="1",
             **one_thread,
         )
-        assert ended.returncode == 0, ended.stdout[-5000:]
-        play: Play = json.loads((folder / "scenes.json").read_text(encoding="utf-8"))
-        lines = (folder / "record.jsonl").read_text(encoding="utf-8").splitlines()
-        results[variant] = play | {"record": list(map(json.loads, lines))}
+        results[variant] = played.result | {"record": played.record}
     return results
 
 

@@ -6,13 +6,11 @@ ran alone. Under policy `lru` the order of the free blocks is that of vLLM's que
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from played import PlayScenes
 from sliding_llama import write_sliding_llama
 
 pytestmark = pytest.mark.engine
@@ -43,7 +41,7 @@ Play = dict[str, Any]
 @pytest.fixture(scope="module")
 def plays(
     model: Path,
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
+    play_scenes: PlayScenes,
     tmp_path_factory: pytest.TempPathFactory,
     one_thread: dict[str, str],
 ) -> dict[str, dict[str, Play]]:
@@ -51,19 +49,16 @@ def plays(
     sliding = write_sliding_llama(tmp_path_factory.mktemp("sliding"))
     results = {}
     for variant, block_queue in VARIANTS.items():
-        out = tmp_path_factory.mktemp(variant) / "plays.json"
-        ended = run_python(
-            Path(__file__).with_name("fault_scenes.py"),
+        played = play_scenes(
+            "fault_scenes.py",
             model,
             sliding,
-            out,
             block_queue=block_queue,
             timeout=600,
             VLLM_ENABLE_V1_MULTIPROCESSING="0",
             **one_thread,
         )
-        assert ended.returncode == 0, ended.stdout[-5000:]
-        results[variant] = json.loads(out.read_text(encoding="utf-8"))
+        results[variant] = played.result
     return results
 
 

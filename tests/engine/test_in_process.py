@@ -5,13 +5,11 @@ Under policy `lru` everything is equal; under the others the tokens are.
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from played import PlayScenes
 
 pytestmark = pytest.mark.engine
 
@@ -36,31 +34,18 @@ NATIVE = [variant for variant, value in VARIANTS.items() if value]
 
 
 @pytest.fixture(scope="module")
-def plays(
-    model: Path,
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, dict[str, Any]]:
+def plays(model: Path, play_scenes: PlayScenes) -> dict[str, dict[str, Any]]:
     """What came out under each queue, and what the scheduler recorded meanwhile."""
     results = {}
     for variant, block_queue in VARIANTS.items():
-        folder = tmp_path_factory.mktemp(variant)
-        ended = run_python(
-            Path(__file__).with_name("scenarios.py"),
-            model,
-            folder / "result.json",
-            record=folder / "record.jsonl",
-            block_queue=block_queue,
-            VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        played = play_scenes(
+            "scenarios.py", model, block_queue=block_queue, VLLM_ENABLE_V1_MULTIPROCESSING="0"
         )
-        assert ended.returncode == 0, ended.stdout[-5000:]
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        lines = (folder / "record.jsonl").read_text(encoding="utf-8").splitlines()
-        header, *record = map(json.loads, lines)
+        header, *record = played.record
         for line in record:
             if line["kind"] == "request":
                 line["request_id"] = int(line["request_id"].partition("-")[0])  # "NUMBER-random"
-        results[variant] = result | {"engine": header, "record": record}
+        results[variant] = played.result | {"engine": header, "record": record}
     return results
 
 

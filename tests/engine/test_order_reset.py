@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from played import PlayScenes
 
 pytestmark = pytest.mark.engine
 
@@ -27,27 +26,16 @@ Play = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def run_scenes(
-    model: Path,
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Callable[[str, str | None], Play]:
+def run_scenes(model: Path, play_scenes: PlayScenes) -> Callable[[str, str | None], Play]:
     def run(front_end: str, block_queue: str | None) -> Play:
-        folder = tmp_path_factory.mktemp(front_end)
-        ended = run_python(
-            Path(__file__).with_name("reset_scenes.py"),
+        played = play_scenes(
+            "reset_scenes.py",
             front_end,
             model,
-            folder / "scenes.json",
-            record=folder / "record.jsonl",
             block_queue=block_queue,
             VLLM_ENABLE_V1_MULTIPROCESSING="0" if front_end == "in_process" else "1",
         )
-        assert ended.returncode == 0, ended.stdout[-5000:]
-        play: Play = json.loads((folder / "scenes.json").read_text(encoding="utf-8"))
-        lines = (folder / "record.jsonl").read_text(encoding="utf-8").splitlines()
-        record = list(map(json.loads, lines))
-        return play | {"record": record, "log": ended.stdout}
+        return played.result | {"record": played.record, "log": played.log}
 
     return run
 

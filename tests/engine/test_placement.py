@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean
 from typing import Any
 
 import pytest
+from played import PlayScenes
 
 pytestmark = pytest.mark.engine
 
@@ -20,27 +18,14 @@ Play = dict[str, Any]
 
 
 @pytest.fixture(scope="module")
-def plays(
-    model: Path,
-    run_python: Callable[..., subprocess.CompletedProcess[str]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> dict[str, Play]:
+def plays(model: Path, play_scenes: PlayScenes) -> dict[str, Play]:
     results = {}
     for name, value in VALUES.items():
-        folder = tmp_path_factory.mktemp(name)
-        ended = run_python(
-            Path(__file__).with_name("placement_scenes.py"),
-            model,
-            folder / "result.json",
-            record=folder / "record.jsonl",
-            block_queue=value,
-            VLLM_ENABLE_V1_MULTIPROCESSING="1",
+        played = play_scenes(
+            "placement_scenes.py", model, block_queue=value, VLLM_ENABLE_V1_MULTIPROCESSING="1"
         )
-        assert ended.returncode == 0, ended.stdout[-5000:]
-        lines = (folder / "record.jsonl").read_text(encoding="utf-8").splitlines()
-        record = [line for line in map(json.loads, lines) if line["kind"] == "request"]
-        result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
-        results[name] = result | {"tables": [line["table"][0] for line in record]}
+        tables = [line["table"][0] for line in played.record if line["kind"] == "request"]
+        results[name] = played.result | {"tables": tables}
     return results
 
 
