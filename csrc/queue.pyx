@@ -810,7 +810,7 @@ cdef class FreeBlockQueue:
             block_id = self._checked_id(block, layout, verb)
             id = <BlockId> small_int(<PyObject*> block_id)
             known = self._blocks[id] if id < PyList_GET_SIZE(self._blocks) else None
-            # Not setdefault(): in Python 3.13 it may raise SystemError where memory is short.
+            # Not setdefault(): Python 3.13.0 crashes in it where memory is short.
             earlier = batch.get(block_id)
             if (known is not None and known is not block) or (
                     earlier is not None and earlier is not block):
